@@ -44,6 +44,22 @@ class Loss(Protocol):
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of a micro-batch by one model, on the CPU.
+
+    Attributes:
+        score_R: the log-prob or the value of each response token, fp32. With
+            ``PackedBatch.with_squares`` it is (R, 2): the second column has the sums of the squared
+            probabilities of all tokens in the places of the response tokens.
+        routes_TLK: with ``PackedBatch.with_routes``, the experts that the routers chose for each
+            packed token; None for a model whose routers tandem does not compute.
+    """
+
+    score_R: Tensor
+    routes_TLK: Tensor | None = None
+
+
 class ReferencePolicy(Protocol):
     """A model that scores tokens: a frozen policy, a reward model, or a model in training."""
 
@@ -57,11 +73,10 @@ class ReferencePolicy(Protocol):
         """The number of devices that share the tokens of a micro-batch."""
         ...
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Score the response tokens with the current weights: fp32 (R,) per batch, on the CPU.
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
+        """Score the response tokens of each batch with the current weights.
 
-        A policy returns log-probs. Other models return values and ignore ``temperature``. A batch
-        may ask for a second column (``PackedBatch.with_squares``): (R, 2).
+        A policy returns log-probs. Other models return values and ignore ``temperature``.
         """
         ...
 

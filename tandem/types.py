@@ -489,8 +489,7 @@ class PackedBatch:
         sequence_R: the index of its sequence, int64, ascending.
         num_sequences: N.
         columns: the inputs of the loss; None for a forward pass only.
-        with_squares: whether a scoring pass also returns, in a second column, the sum of the
-            squared probabilities of all tokens in the place of loss token r.
+        with_squares, with_routes: what a scoring pass returns beside the scores: see ``Scores``.
         pictures: the pictures that its tokens name; positions do not know of them yet.
         routes_TLK: the experts that each token is sent to, by layer; None lets routers choose.
     """
@@ -504,6 +503,7 @@ class PackedBatch:
     num_sequences: int
     columns: LossColumns | None = None
     with_squares: bool = False
+    with_routes: bool = False
     pictures: tuple[Picture, ...] = ()
     routes_TLK: Tensor | None = None
 

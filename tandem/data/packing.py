@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -216,6 +216,36 @@ def in_sequence_order(
     for (start, end), piece_R in zip(spans, pieces, strict=True):
         ordered_R[start:end] = piece_R
     return ordered_R
+
+
+def with_packed_routes(
+    routes: Sequence[Tensor], *, sequences: Sequence[TrainSequence], plan: Plan
+) -> list[TrainSequence]:
+    """Return sequences with the routes (T, L, K) of the tokens of a plan's micro-batches."""
+    found = list(sequences)
+    for members, routes_TLK in zip(plan, routes, strict=True):
+        packed = [sequences[i] for i in members]
+        rows = [*packed, *chain.from_iterable(sequence.branches for sequence in packed)]
+        routed = iter(_with_routes(rows, routes_TLK.numpy()))
+        own = [next(routed) for _ in members]
+        for i, row in zip(members, own, strict=True):
+            found[i] = replace(row, branches=tuple(next(routed) for _ in row.branches))
+    return found
+
+
+def _with_routes(rows: Sequence[TrainSequence], routes_TLK: np.ndarray) -> list[TrainSequence]:
+    """Return the rows of a packed batch with their routes: the inverse of ``_routes``."""
+    routed: list[TrainSequence] = []
+    shared, start = routes_TLK[:0], 0
+    for row, first in zip(rows, _starts_group(rows), strict=True):
+        if first:
+            shared = routes_TLK[start : start + len(row.prompt_ids)]
+            start += len(shared)
+        own = routes_TLK[start : start + max(0, len(row.response_ids) - 1)]
+        start += len(own)
+        routed.append(replace(row, routes=np.concatenate((shared, own))))
+    assert start == len(routes_TLK), "a packed token has one row of routes"
+    return routed
 
 
 def _starts_group(sequences: Sequence[TrainSequence]) -> np.ndarray:

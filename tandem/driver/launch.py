@@ -15,6 +15,7 @@ from pathlib import Path
 from tandem.api import EngineFailure, Runtime, WorkerGroup
 from tandem.comm.store import host_store, share_port
 from tandem.config.check.device_rules import require_division, require_whole_layers
+from tandem.config.check.expert_rules import require_recorded_scores
 from tandem.config.check.platform_rules import platform_key
 from tandem.config.check.read_conditions import ONE_PROCESS
 from tandem.config.derived.pools import Placement
@@ -317,6 +318,8 @@ def fitted(
         rollout = site.config.actor_rollout_ref.rollout
         require_quantization(rollout, model.decoder_config, platform=generates)
         require_recording(rollout, platform=generates)
+        has_decoder = model.decoder_config is not None
+        require_recorded_scores(site.config, has_decoder=has_decoder)
     if site.is_mixed:
         return site
     for task, own in site.model.of_task.items():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.utils import get_total_norm
 
-from tandem.api import Loss
+from tandem.api import Loss, Scores
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.adamw import Moments
 from tandem.engines.checkpoint import SHARDED_FILE, fingerprint, read_state
@@ -73,13 +73,13 @@ class FsdpEngine:
 
     def score(
         self, batches: Sequence[PackedBatch], temperature: float, *, num_rounds: int | None = None
-    ) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
+    ) -> list[Scores]:
+        """Return log-probs, or values, of the response tokens of each batch."""
         return self._model.score(batches, temperature=temperature, num_rounds=num_rounds)
 
     def score_initial(
         self, batches: Sequence[PackedBatch], temperature: float, *, num_rounds: int | None = None
-    ) -> list[Tensor]:
+    ) -> list[Scores]:
         """Score as ``score`` does, with the adapters that the run started from."""
         with self._model.initial_adapters():
             return self.score(batches, temperature, num_rounds=num_rounds)

@@ -31,11 +31,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from tandem.api import Scores
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.engines.pipeline import Pipeline, StageGroups
 from tandem.engines.shards import RankShardMap, regions_of_rank
-from tandem.engines.steps import score, score_of
+from tandem.engines.steps import recorded_routes, score, score_of
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer, Stage
 from tandem.models.folder import ModelFolder, fill_slices, open_part, require_no_buffers
@@ -180,8 +181,8 @@ class FsdpModel:
 
     def score(
         self, batches: Sequence[PackedBatch], *, temperature: float, num_rounds: int | None
-    ) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU.
+    ) -> list[Scores]:
+        """Return log-probs, or values, of the response tokens of each batch.
 
         Collective. Offloaded weights are onloaded and stay on the device.
 
@@ -189,29 +190,33 @@ class FsdpModel:
             num_rounds: the maximum of the ranks' numbers of batches; None if they are equal.
 
         Returns:
-            nothing from a stage of layers that is not the last.
+            scores of no token, with the routes of its layers, from a stage that is not the last.
         """
         self.onload()
         rounds = with_idle(batches, num_rounds)
-        scores: list[Tensor] = []
         if self.pipeline is None:
-            scores += [score(self.language_model, x, temperature=temperature) for x in rounds]
+            scores = [score(self.language_model, x, temperature=temperature) for x in rounds]
         else:
-            self._score_in_stages(rounds, scores, temperature=temperature)
+            scores = self._score_in_stages(self.pipeline, rounds, temperature=temperature)
         self._free_gathered()
         return scores[: len(batches)]
 
     @torch.no_grad()
     def _score_in_stages(
-        self, batches: Sequence[PackedBatch], scores: list[Tensor], *, temperature: float
-    ) -> None:
-        assert self.pipeline is not None, "there are stages"
-        model = self.language_model
+        self, pipeline: Pipeline, batches: Sequence[PackedBatch], *, temperature: float
+    ) -> list[Scores]:
+        model, scores = self.language_model, list[Scores]()
 
         def finish(index: int, h_LD: Tensor) -> None:
-            scores.append(score_of(model, batches[index], h_LD=h_LD, temperature=temperature))
+            batch = batches[index]
+            if pipeline.stage.is_last:
+                found = score_of(model, batch, h_LD=h_LD, temperature=temperature)
+            else:
+                found = Scores(torch.zeros(0), recorded_routes(model, batch))
+            scores.append(found)
 
-        self.pipeline.run(batches, finish)
+        pipeline.run(batches, finish)
+        return scores
 
     @torch.no_grad()
     def share_embedding(self) -> None:

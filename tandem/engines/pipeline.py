@@ -69,15 +69,14 @@ class Pipeline:
         self._sent: list[tuple[Work, Tensor]] = []
 
     def run(self, batches: Sequence[PackedBatch], finish: Callable[[int, Tensor], None]) -> None:
-        """Compute the forward passes. ``finish(index, h_LD)`` takes the hidden states at the last
-        stage.
+        """Compute the forward passes. ``finish(index, h_LD)`` takes what a stage has computed: the
+        hidden states at the last one, the residual stream at the others.
         """
         for index, batch in enumerate(batches):
             h_LD = self._model.hidden(batch, self._receive_stream(batch))
-            if self.stage.is_last:
-                finish(index, h_LD)
-            else:
+            if not self.stage.is_last:
                 self._send(h_LD, self.stage.rank + 1, group=self._groups.forward)
+            finish(index, h_LD)
         self._wait()
 
     def train(

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tandem.api import Loss
+from tandem.api import Loss, Scores
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import (
     OPTIMIZER_FILE,
@@ -85,8 +85,8 @@ class SingleDeviceEngine:
         self._clip_norm = config.clip_grad
         self._schedule_step = 0
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
+        """Return log-probs, or values, of the response tokens of each batch."""
         return [score(self._compute, batch, temperature=temperature) for batch in batches]
 
     def update(
@@ -266,8 +266,8 @@ class ReferenceModel:
         if offload_weights:
             self._offloaded = OffloadedParameters(model.module.parameters(), frozen=True)
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
+        """Return log-probs, or values, of the response tokens of each batch."""
         with on_device(self._offloaded):
             return [score(self._model, batch, temperature=temperature) for batch in batches]
 

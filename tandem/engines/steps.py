@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tandem.api import Loss
+from tandem.api import Loss, Scores
 from tandem.models.language_model import LanguageModel, TokenScores, score_hidden
 from tandem.models.operators import upload
 from tandem.types import (
@@ -30,23 +30,30 @@ logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Tensor:
-    """Return log-probs, or values, of the response tokens: fp32 (R,), on the CPU.
-
-    With ``batch.with_squares`` the result is (R, 2).
-    """
+def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Scores:
+    """Return log-probs, or values, of the response tokens, and what else the batch asks for."""
     return score_of(model, batch, h_LD=model.hidden(batch), temperature=temperature)
 
 
 @torch.no_grad()
 def score_of(
     model: LanguageModel, batch: PackedBatch, *, h_LD: Tensor, temperature: float
-) -> Tensor:
+) -> Scores:
     """Return the result of ``score`` from the hidden states of a batch."""
     scores = score_hidden(model, batch, h_LD=h_LD, temperature=temperature, with_entropy=False)
-    if scores.squares_R is None:
-        return scores.score_R.cpu()
-    return torch.stack((scores.score_R, scores.squares_R), dim=1).cpu()
+    score_R = scores.score_R
+    if scores.squares_R is not None:
+        score_R = torch.stack((score_R, scores.squares_R), dim=1)
+    return Scores(score_R.cpu(), recorded_routes(model, batch))
+
+
+def recorded_routes(model: LanguageModel, batch: PackedBatch) -> Tensor | None:
+    """Return the routes of the latest pass, over ``batch``, on the CPU; None if it asks for none.
+
+    A stage of layers has those of its layers, None if all of them are dense.
+    """
+    routes_TLK = model.recorded_routes() if batch.with_routes else None
+    return None if routes_TLK is None else routes_TLK.cpu()
 
 
 def backward(

@@ -160,6 +160,9 @@ class TransformersModel:
     def router_metrics(self) -> Mapping[str, Tensor]:
         return {}
 
+    def recorded_routes(self) -> Tensor | None:
+        return None
+
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         """Recompute whole layers in the backward pass. Raise UserError for parts of layers."""
         if enabled and granularity != "full":

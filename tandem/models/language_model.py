@@ -30,10 +30,11 @@ from tandem.models.parallel import (
     tensor_regions,
     whole_config,
 )
-from tandem.models.routing import ReplayedRoutes
+from tandem.models.routing import RecordedRoutes, ReplayedRoutes
 from tandem.models.sequence_parallel import (
     UlyssesAttention,
     gather_responses,
+    gather_tokens,
     own_range,
     own_responses,
     own_tokens,
@@ -107,6 +108,13 @@ class LanguageModel(Protocol):
         """Return metrics of the routers in the latest pass; none for a model without experts."""
         ...
 
+    def recorded_routes(self) -> Tensor | None:
+        """Return the experts of all packed tokens, if the latest pass recorded them, (T, L, K).
+
+        A pass records them if ``PackedBatch.with_routes`` asks for it.
+        """
+        ...
+
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         """Recompute activations in the backward pass, with the same results.
 
@@ -154,6 +162,7 @@ class NativeModel:
         self._hf_config = hf_config
         self._source = source
         self._routing: ReplayedRoutes | None = None
+        self._recorded_TLK: Tensor | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -269,6 +278,7 @@ class NativeModel:
             UserError: a sequence is too long.
         """
         self._routing = self._replay(packed)
+        recorder = self._recorder(packed)
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
         sight = None
@@ -281,14 +291,19 @@ class NativeModel:
         if sequence.size > 1:
             attention = UlyssesAttention(attention, sequence, num_tokens=len(token_ids))
             token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
-        return self.decoder(
+        h_LD = self.decoder(
             upload(token_ids, self.device),
             upload(position_ids, self.device),
             attention,
             view=view,
-            routing=self._routing,
+            routing=recorder or self._routing,
             received_TD=received_LD,
         )
+        self._recorded_TLK = None
+        if recorder is not None and not recorder.is_empty:
+            num_tokens = len(packed.token_ids_T)
+            self._recorded_TLK = gather_tokens(recorder.routes(), sequence, num_tokens=num_tokens)
+        return h_LD
 
     def _view(self, sight: Sight | None, *, num_tokens: int) -> View | None:
         """Return what this process sees of the pictures of a batch; None if it need not look."""
@@ -306,9 +321,16 @@ class NativeModel:
         """Return metrics of the routers in the latest pass; none for a dense model."""
         return {} if self._routing is None else self._routing.metrics()
 
+    def recorded_routes(self) -> Tensor | None:
+        return self._recorded_TLK
+
+    def _recorder(self, packed: PackedBatch) -> RecordedRoutes | None:
+        experts = self.decoder.config.experts
+        return RecordedRoutes(experts) if packed.with_routes and experts is not None else None
+
     def _replay(self, packed: PackedBatch) -> ReplayedRoutes | None:
         config, routes_TLK = self.decoder.config, packed.routes_TLK
-        if config.experts is None or config.has_value_head:
+        if config.experts is None or config.has_value_head or packed.with_routes:
             return None
         if routes_TLK is not None:
             if self.layout.sequence.size > 1:

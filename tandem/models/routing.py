@@ -41,6 +41,11 @@ class RecordedRoutes:
         self._choices[layer] = own_TK.to(self._dtype)
         return own_TK
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no router has chosen, as in a stage whose layers are all dense."""
+        return not self._choices
+
     def routes(self) -> Tensor:
         """Return all choices, (T, L, K)."""
         return torch.stack([self._choices[layer] for layer in sorted(self._choices)], 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.collectives import exchange, sum_values
@@ -106,6 +106,15 @@ def gather_responses(x_N: Tensor, own: OwnResponses) -> Tensor:
     place_N = upload(own.place_N, x_N.device)
     spread = x_N.new_zeros(own.num_responses + 1).index_copy(0, place_N, x_N)
     return sum_values(spread, own.peers)[: own.num_responses]
+
+
+def gather_tokens(x_L: Tensor, peers: Peers, *, num_tokens: int) -> Tensor:
+    """Return the values of all T tokens, (T,); further dimensions stay whole. No gradients."""
+    if peers.size == 1:
+        return x_L
+    parts = [torch.empty_like(x_L) for _ in range(peers.size)]
+    distributed.all_gather(parts, x_L.contiguous(), group=peers.group)
+    return torch.cat(parts)[:num_tokens]
 
 
 def _own_length(num_tokens: int, peers: Peers) -> int:

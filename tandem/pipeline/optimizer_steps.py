@@ -15,11 +15,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.api import Loss, ReferencePolicy, TrainEngine
+from tandem.api import Loss, ReferencePolicy, Scores, TrainEngine
 from tandem.config.schema.actor import ActorConfig
 from tandem.config.schema.critic import CriticConfig
 from tandem.data.balance import batch_cost, deal
-from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
+from tandem.data.packing import (
+    Plan,
+    TrainSequence,
+    in_sequence_order,
+    pack_microbatches,
+    with_packed_routes,
+)
 from tandem.metrics.activity import Phase
 from tandem.pipeline.batch import as_bools
 from tandem.pipeline.context import RunContext
@@ -58,6 +64,14 @@ class OptimizerStep:
     rescale: float
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredSequences:
+    """The scores (R,) of the loss tokens of sequences, and the sequences."""
+
+    score_R: Tensor
+    sequences: Sequence[TrainSequence]
+
+
 def limits_of(context: RunContext, role: str) -> MicrobatchLimits:
     """Return the limits of the micro-batches of ``role``."""
     return microbatch_limits(context.config, role, preferred_tokens=context.preferred_tokens)
@@ -75,15 +89,47 @@ async def score_sequences(
     """Return a model's score of each loss token in the order of the sequences, fp32 (R,).
 
     The score is a log-prob for a policy, and a value for a critic or a reward model. With
-    ``with_squares`` the result is (R, 2); see ``PackedBatch``.
+    ``with_squares`` the result is (R, 2); see ``Scores``.
+    """
+    scored = await score_and_route(
+        context,
+        engine,
+        sequences=sequences,
+        limits=limits,
+        temperature=temperature,
+        with_squares=with_squares,
+    )
+    return scored.score_R
+
+
+async def score_and_route(
+    context: RunContext,
+    engine: ReferencePolicy,
+    *,
+    sequences: Sequence[TrainSequence],
+    limits: MicrobatchLimits,
+    temperature: float,
+    with_squares: bool,
+    with_routes: bool = False,
+) -> ScoredSequences:
+    """Return what ``score_sequences`` returns, with the sequences.
+
+    With ``with_routes``, they have the experts that computed them in this pass.
     """
 
-    async def score(plan: Plan) -> Tensor:
-        batches = pack_microbatches(sequences, plan)
-        if with_squares:
-            batches = [replace(batch, with_squares=True) for batch in batches]
-        columns = await context.runtime.call(engine.score, batches, temperature)
-        return in_sequence_order(columns, sequences=sequences, plan=plan)
+    async def score(plan: Plan) -> ScoredSequences:
+        batches = [
+            replace(batch, with_squares=with_squares, with_routes=with_routes)
+            for batch in pack_microbatches(sequences, plan)
+        ]
+        scored: list[Scores] = await context.runtime.call(engine.score, batches, temperature)
+        columns = [scores.score_R for scores in scored]
+        column_R = in_sequence_order(columns, sequences=sequences, plan=plan)
+        if not with_routes:
+            return ScoredSequences(column_R, sequences)
+        routes = [scores.routes_TLK for scores in scored if scores.routes_TLK is not None]
+        routed = with_packed_routes(routes, sequences=sequences, plan=plan)
+        return ScoredSequences(column_R, routed)
 
     return await context.memory.run(score, sequences, limits=limits.on(engine))
 

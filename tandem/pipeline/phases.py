@@ -9,7 +9,7 @@ computes every sequence whose reward has a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,11 +22,18 @@ from tandem.config.derived.microbatches import CRITIC_VALUES
 from tandem.config.derived.pools import CRITIC
 from tandem.config.schema.run import RunConfig
 from tandem.data.balance import seqlen_metrics
+from tandem.data.packing import TrainSequence
 from tandem.pipeline.batch import Batch
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.correction import correction_of
 from tandem.pipeline.experience import Experience
-from tandem.pipeline.optimizer_steps import OptimizerStep, limits_of, score_sequences, take_steps
+from tandem.pipeline.optimizer_steps import (
+    OptimizerStep,
+    limits_of,
+    score_and_route,
+    score_sequences,
+    take_steps,
+)
 from tandem.pipeline.replay import require_routes, without_routes
 from tandem.pipeline.survey import survey
 from tandem.types import LossColumns, UpdateReport
@@ -56,9 +63,12 @@ class PolicyScores:
     Attributes:
         old_logp_R: the log-probs. With ``bypass_mode`` they are those of the rollout.
         squares_R: the sums of squared probabilities.
+        sequences: the sequences of the batch, with the experts that computed them in this pass if
+            those are replayed.
     """
 
     old_logp_R: Tensor | None
+    sequences: Sequence[TrainSequence]
     squares_R: Tensor | None = None
 
 
@@ -71,19 +81,23 @@ async def score_with_policy(context: RunContext, batch: Batch) -> PolicyScores:
     config = context.config
     require_routes(config, batch)
     if config.algorithm.rollout_correction.bypass_mode:
-        return PolicyScores(batch.rollout_logp_R)
+        return PolicyScores(batch.rollout_logp_R, batch.sequences)
     if not config.needs_old_log_probs:
-        return PolicyScores(None)
+        return PolicyScores(None, batch.sequences)
     with_squares = config.algorithm.estimator.needs_squares
-    scores = await score_sequences(
+    scored = await score_and_route(
         context,
         context.engines.scorer,
         sequences=batch.sequences,
         limits=limits_of(context, "logp"),
         temperature=config.actor_rollout_ref.rollout.temperature,
         with_squares=with_squares,
+        with_routes=config.replays_old_log_probs,
     )
-    return PolicyScores(*scores.unbind(1)) if with_squares else PolicyScores(scores)
+    if not with_squares:
+        return PolicyScores(scored.score_R, scored.sequences)
+    old_logp_R, squares_R = scored.score_R.unbind(1)
+    return PolicyScores(old_logp_R, scored.sequences, squares_R)
 
 
 async def score_with_reference(context: RunContext, batch: Batch) -> Tensor | None:

@@ -60,11 +60,13 @@ async def prepare_batch(
         scored = passes.create_task(_scored_groups(context, groups))
         reference = passes.create_task(_ref_log_probs(context, batch))
         policy = passes.create_task(_old_log_probs(context, batch)) if ahead else None
-    policy_scores, policy_s = (PolicyScores(None), 0.0) if policy is None else policy.result()
+    unscored = PolicyScores(None, batch.sequences)
+    policy_scores, policy_s = (unscored, 0.0) if policy is None else policy.result()
     ref_logp_R, reference_s = reference.result()
     scored_groups, reward_s = scored.result()
     return replace(
         batch if scored_groups is groups else lay_out(scored_groups, version=version),
+        sequences=policy_scores.sequences,
         old_logp_R=policy_scores.old_logp_R,
         squares_R=policy_scores.squares_R,
         ref_logp_R=ref_logp_R,
@@ -89,6 +91,7 @@ async def finish_scoring(context: RunContext, batch: Batch) -> Batch:
         scores, policy_s = await _old_log_probs(context, batch)
         batch = replace(
             batch,
+            sequences=scores.sequences,
             old_logp_R=scores.old_logp_R,
             squares_R=scores.squares_R,
             seconds={**batch.seconds, "old_log_prob": policy_s},

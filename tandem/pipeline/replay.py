@@ -13,9 +13,9 @@ from tandem.pipeline.batch import Batch
 
 
 def require_routes(config: RunConfig, batch: Batch) -> None:
-    """Raise UserError if a run replays routes, and a sample does not have those of all tokens."""
+    """Raise UserError if a run replays routes of rollouts, and a sample lacks those of a token."""
     mode = config.actor_rollout_ref.actor.router_replay.mode
-    if mode == "disabled":
+    if mode != "R3":
         return
     samples = [sample for group in batch.groups for sample in group.samples]
     for sample, sequence in zip(samples, batch.sequences, strict=True):
@@ -28,7 +28,8 @@ def require_routes(config: RunConfig, batch: Batch) -> None:
                 rule=f"sample {sample.trajectory.sample_id} has recorded experts for {found} of "
                 f"its {num_fed} tokens; conversations that forked and rollout engines of your own "
                 "have none",
-                remedy="Set router_replay.mode=disabled and enable_rollout_routing_replay=False.",
+                remedy="Set router_replay.mode=R2 or disabled, and "
+                "enable_rollout_routing_replay=False.",
             )
 
 

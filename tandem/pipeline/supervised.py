@@ -11,10 +11,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from tandem.algorithms.sft import SftLoss
-from tandem.api import MetricSink, Runtime, TrainEngine
+from tandem.api import MetricSink, Runtime, Scores, TrainEngine
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.config.derived.schedule import Schedule
 from tandem.config.schema.sft import SftConfig
@@ -169,13 +167,13 @@ class SupervisedLoop:
         if not sequences:
             return {}
 
-        async def score(plan: Plan) -> list[Tensor]:
+        async def score(plan: Plan) -> list[Scores]:
             batches = pack_microbatches(sequences, plan)
             return await runtime.call(engine.score, batches, _TEMPERATURE)
 
         with self._context.activity.during(Phase.VALIDATING):
-            columns = await self._memory.run(score, sequences, limits=self._limits)
-        total = sum(float(column_R.double().sum()) for column_R in columns)
+            scored = await self._memory.run(score, sequences, limits=self._limits)
+        total = sum(float(scores.score_R.double().sum()) for scores in scored)
         num_tokens = sum(s.num_loss_tokens for s in sequences)
         self._validation = {"val/loss": -total / num_tokens}
         return dict(self._validation)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor
 
-from tandem.api import Loss
+from tandem.api import Loss, Scores
 from tandem.pipeline.producer import BASELINE_SAMPLE_ID_BASE
 from tandem.types import (
     Completion,
@@ -92,10 +91,10 @@ class SimulatedPolicy(SimulatedEngine):
         super().__init__(times, pools)
         self._task = task
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
         """Return equal log-probs for all tokens."""
         self.announce(self._task)
-        return [torch.full((len(batch.target_R),), -0.5) for batch in batches]
+        return [Scores(torch.full((len(batch.target_R),), -0.5)) for batch in batches]
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float

@@ -10,13 +10,13 @@ with or without a micro-batch. Several threads may call the engines of one pool;
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from tandem.api import Loss, WorkerGroup
+from tandem.api import Loss, Scores, WorkerGroup
 from tandem.config.derived.pools import RankLayout
 from tandem.data.balance import batch_cost, deal
 from tandem.data.wire import SentBatches
@@ -67,17 +67,26 @@ class RemotePolicy:
         """The number of devices that share the tokens of a micro-batch."""
         return self._layout.sequence_parallel
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
         """Score the response tokens; see ``api.ReferencePolicy``."""
         dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
         results = self._call_all("score", batches, self._task, dealt=dealt, temperature=temperature)
-        columns: list[Tensor | None] = [None] * len(batches)
-        layout = self._layout  # the ranks of the last stage have the results
-        last = results[-layout.ranks_per_stage :: layout.ranks_per_microbatch]
-        for members, scored in zip(dealt, last, strict=True):
-            for index, column_R in zip(members, scored, strict=True):
-                columns[index] = column_R
-        return [column_R for column_R in columns if column_R is not None]
+        found: list[Scores | None] = [None] * len(batches)
+        *earlier, last = self._by_stage(results)
+        for number, members in enumerate(dealt):
+            for place, index in enumerate(members):
+                parts = [stage[number][place] for stage in earlier]
+                found[index] = _with_routes(last[number][place], parts)
+        return [scores for scores in found if scores is not None]
+
+    def _by_stage(self, results: Sequence[Any]) -> list[list[Any]]:
+        """Return one of the equal results of each group of ranks, by the stages of layers.
+
+        The last stage has all that a model computes.
+        """
+        one_of_each = list(results[:: self._layout.ranks_per_microbatch])
+        size = self._layout.data_parallel
+        return [one_of_each[i : i + size] for i in range(0, len(one_of_each), size)]
 
     def _call_all(
         self,
@@ -143,3 +152,9 @@ class RemoteTrainer(RemotePolicy):
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
         call_each([self._group], "load", self._task, folder)
+
+
+def _with_routes(scores: Scores, earlier: Sequence[Scores]) -> Scores:
+    """Return the scores of the last stage with the routes of all stages, in their order."""
+    routes = [part.routes_TLK for part in (*earlier, scores) if part.routes_TLK is not None]
+    return replace(scores, routes_TLK=torch.cat(routes, 1)) if earlier and routes else scores

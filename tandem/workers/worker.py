@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tandem.api import Capacity, Loss
+from tandem.api import Capacity, Loss, Scores
 from tandem.comm.flagcx_plugin import pool_library
 from tandem.comm.world import WorldPlace, join_world
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL
@@ -126,7 +125,7 @@ class Worker:
 
     def score(
         self, batches: Sequence[PackedBatch], task: str, *, temperature: float, num_rounds: int
-    ) -> list[Tensor]:
+    ) -> list[Scores]:
         """Score this rank's micro-batches with the model that does ``task``."""
         self._let_rollout_sleep()
         if task == "actor-train":

@@ -94,7 +94,7 @@ def _check(case: Case, ranks: Sequence[Outcome]) -> None:
     # Sums over two ranks are in another order. In bf16 each of them is rounded.
     tolerance = 1e-5 if case.compute == torch.float32 else 4e-3
     engine, weights = open_single(case)
-    reports, log_probs = train_single(engine, case)
+    reports, scores = train_single(engine, case)
     for actual, expected in zip(ranks[0].reports, reports, strict=True):
         assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=10 * tolerance)
     found = assembled(part for rank in ranks for part in rank.parts)
@@ -106,9 +106,9 @@ def _check(case: Case, ranks: Sequence[Outcome]) -> None:
     layout = rank_layout(FsdpConfig(**case.config), len(ranks))
     last_stage = ranks[-layout.ranks_per_stage :: layout.ranks_per_microbatch]
     groups = [rank.log_probs for rank in last_stage]
-    for index, expected in enumerate(log_probs):
+    for index, expected in enumerate(scores):
         actual = groups[index % len(groups)][index // len(groups)]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=20 * tolerance)
+        torch.testing.assert_close(actual, expected.score_R, rtol=0, atol=20 * tolerance)
 
 
 def _check_checkpoint(case: Case, ranks: Sequence[Outcome], folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.api import Loss
+from tandem.api import Loss, Scores
 from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.pools import rank_layout
 from tandem.config.schema.fsdp import FsdpConfig
@@ -88,10 +88,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one process: reports and log-probs of its micro-batches, and weights."""
+    """The results of one process: of its micro-batches reports, log-probs and the experts of their
+    tokens, and weights.
+    """
 
     reports: list[UpdateReport]
     log_probs: list[Tensor]
+    routes: list[Tensor | None]
     parts: list[tuple[SliceSpec, Tensor]]
 
 
@@ -158,8 +161,10 @@ def train_rank(
         )
         engine.advance_schedule()
         engine.offload()
-    log_probs = engine.score(batches, TEMPERATURE, num_rounds=num_rounds)
-    return Outcome(reports, log_probs, copied_parts(engine))
+    recording = [replace(batch, with_routes=True) for batch in batches]
+    scores = engine.score(recording, TEMPERATURE, num_rounds=num_rounds)
+    routes = [x.routes_TLK for x in scores]
+    return Outcome(reports, [x.score_R for x in scores], routes, copied_parts(engine))
 
 
 def copied_parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
@@ -169,13 +174,14 @@ def copied_parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
 
 def train_single(
     engine: SingleDeviceEngine, case: Case, *, num_steps: int = NUM_STEPS
-) -> tuple[list[UpdateReport], list[Tensor]]:
-    """Train in one process, which computes all micro-batches, and return reports and log-probs."""
+) -> tuple[list[UpdateReport], list[Scores]]:
+    """Train in one process, which computes all micro-batches, and return reports and scores."""
     batches, reports = cut_batches(case.max_sequences, sequences=case.sequences), []
     for _ in range(num_steps):
         reports.append(engine.update(batches, case.loss, scale=SCALE, temperature=TEMPERATURE))
         engine.advance_schedule()
-    return reports, engine.score(batches, TEMPERATURE)
+    recording = [replace(batch, with_routes=True) for batch in batches]
+    return reports, engine.score(recording, TEMPERATURE)
 
 
 def assembled(parts: Iterable[tuple[SliceSpec, Tensor]]) -> dict[str, Tensor]:
@@ -206,7 +212,7 @@ def check_outcomes(case: Case, ranks: Sequence[Outcome]) -> None:
     is_strict = case.optim.optimizer != "Muon" and case.model.decoder_config is not None
     tolerance = TOLERANCE if is_strict else LOOSE_TOLERANCE
     engine, weights = open_single(case)
-    reports, log_probs = train_single(engine, case)
+    reports, scores = train_single(engine, case)
     for rank in ranks:
         assert rank.reports == ranks[0].reports
     layout = rank_layout(FsdpConfig(**case.config), len(ranks))
@@ -225,8 +231,16 @@ def check_outcomes(case: Case, ranks: Sequence[Outcome]) -> None:
     for name, expected in weights.items():
         allowed = max(tolerance, BIAS_TOLERANCE if name.endswith("qkv.bias") else 0.0)
         assert float((found[name] - expected).abs().max()) < allowed, (name, case)
-    last_stage = ranks[-layout.ranks_per_stage :: layout.ranks_per_microbatch]
-    groups = [rank.log_probs for rank in last_stage]
-    for index, expected in enumerate(log_probs):
-        actual = groups[index % len(groups)][index // len(groups)]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    one_of_each, size = ranks[:: layout.ranks_per_microbatch], layout.data_parallel
+    stages = [one_of_each[i : i + size] for i in range(0, len(one_of_each), size)]
+    for index, expected in enumerate(scores):
+        group, place = index % size, index // size
+        log_probs = stages[-1][group].log_probs[place]
+        torch.testing.assert_close(log_probs, expected.score_R, rtol=0, atol=tolerance)
+        parts = [stage[group].routes[place] for stage in stages]
+        routes = [part for part in parts if part is not None]
+        assert bool(routes) == (expected.routes_TLK is not None)
+        if expected.routes_TLK is not None:  # rounding may swap a few
+            together = torch.cat(routes, 1)
+            assert together.shape == expected.routes_TLK.shape
+            assert (together == expected.routes_TLK).float().mean() > 0.95

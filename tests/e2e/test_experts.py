@@ -12,6 +12,7 @@ from tests.fakes.commands import run_command
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, train_arguments
 
+R2 = ("actor_rollout_ref.actor.megatron.router_replay.mode=R2",)
 R3 = (
     "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
@@ -24,8 +25,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen3_moe(tmp_path_factory.mktemp("experts") / "policy")
 
 
+@pytest.mark.parametrize("keys", [R3, R2], ids=["R3", "R2"])
 def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
-    material: Material, policy: Path, tmp_path: Path
+    keys: tuple[str, ...], material: Material, policy: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     words = train_arguments(
@@ -33,7 +35,7 @@ def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
         run,
         f"actor_rollout_ref.model.path={policy}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        *R3,
+        *keys,
     )
     ended = run_command(words, folder=tmp_path)
     assert ended.code == 0, ended.stderr
@@ -51,12 +53,15 @@ def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
     assert any(".experts." in name for name in changed) and any("mlp.gate" in x for x in changed)
 
 
-def test_mo8_a_dense_model_has_nothing_to_replay(material: Material, tmp_path: Path) -> None:
-    words = train_arguments(material, tmp_path / "run", *R3)
+@pytest.mark.parametrize(("mode", "keys"), [("R3", R3), ("R2", R2)])
+def test_mo8_a_dense_model_has_nothing_to_replay(
+    mode: str, keys: tuple[str, ...], material: Material, tmp_path: Path
+) -> None:
+    words = train_arguments(material, tmp_path / "run", *keys)
     ended = run_command(["plan", *words[1:]], folder=tmp_path)
     assert ended.code == 2
     last = ended.stderr.strip().splitlines()[-1]
-    assert "router_replay.mode='R3': the model has no experts" in last
+    assert f"router_replay.mode='{mode}': the model has no experts" in last
 
 
 def test_a_missing_expert_is_one_line(material: Material, policy: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tandem.errors import UserError
 
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_BYPASSES = "algorithm.rollout_correction.bypass_mode"
 _ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 
 
@@ -21,16 +22,15 @@ def replay_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield errors in the keys of routing replay."""
     mode = config.actor_rollout_ref.actor.router_replay.mode
     records = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    if mode == "R2":
-        yield UserError(
-            _MODE, mode, rule="is not built", remedy=f"Set {_MODE}=R3 and {_RECORDS}=True."
-        )
-    elif mode == "R3" and not records:
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        rule = f"replays the pass that computes old log-probs, and {_BYPASSES}=True leaves it out"
+        yield UserError(_MODE, mode, rule=rule, remedy=f"Set {_BYPASSES}=False or {_MODE}=R3.")
+    if mode == "R3" and not records:
         rule = f"replays what the rollout records, and {_RECORDS}=False"
         yield UserError(_MODE, mode, rule=rule, remedy=f"Set {_RECORDS}=True.")
-    elif mode == "disabled" and records:
-        rule = f"nothing reads the experts that it records, as {_MODE}=disabled"
-        yield UserError(_RECORDS, True, rule=rule, remedy=f"Set {_MODE}=R3.")
+    elif mode != "R3" and records:
+        rule = f"nothing reads the experts that it records, as {_MODE}={mode}"
+        yield UserError(_RECORDS, True, rule=rule, remedy=f"Set {_MODE}=R3 or {_RECORDS}=False.")
 
 
 def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> None:
@@ -59,6 +59,14 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
             key = "actor_rollout_ref.rollout.quantization"
             rule = "it is not built for models with experts"
             raise UserError(key, quantization, rule=rule, remedy=f"Leave out {key}.")
+
+
+def require_recorded_scores(config: RunConfig, *, has_decoder: bool) -> None:
+    """Raise UserError if a model that transformers' code computes is to record its routes."""
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    if mode != "disabled" and not has_decoder:
+        rule = "transformers' code computes this model, and does not record or replay its experts"
+        raise UserError(_MODE, mode, rule=rule, remedy=f"Leave out {_MODE} and {_RECORDS}.")
 
 
 def expert_parallel_errors(

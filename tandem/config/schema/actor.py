@@ -155,7 +155,8 @@ class RouterReplayConfig(BaseModel):
     mode: Literal["disabled", "R2", "R3"] = Field(
         default="disabled",
         description="For models with experts. disabled: the trainer's routers choose. R3: each "
-        "token goes to the experts that computed it in the rollout. R2 is not built.",
+        "token goes to the experts that computed it in the rollout. R2: to those that "
+        "computed it in the pass for old log-probs.",
     )
 
 

@@ -201,7 +201,8 @@ class RunConfig(BaseModel):
 
         With ``rollout_correction.bypass_mode``, the rollout's log-probs are used instead. With one
         optimizer step, the loss itself computes the old log-probs, unless KL in the reward,
-        rejection, normalized weights or the estimator need the whole batch before the update.
+        rejection, normalized weights, the estimator or routing replay need the whole batch before
+        the update.
         """
         correction = self.algorithm.rollout_correction
         if correction.bypass_mode:
@@ -209,7 +210,13 @@ class RunConfig(BaseModel):
         normalizes = correction.rollout_is_batch_normalize and self.importance_level is not None
         has_several_steps = self.optimizer_steps_per_step > 1
         whole_batch = normalizes or correction.rejects or self.algorithm.estimator.needs_squares
+        whole_batch = whole_batch or self.replays_old_log_probs
         return has_several_steps or self.algorithm.use_kl_in_reward or whole_batch
+
+    @property
+    def replays_old_log_probs(self) -> bool:
+        """Whether updates replay the experts that computed old log-probs (R2)."""
+        return self.actor_rollout_ref.actor.router_replay.mode == "R2"
 
     @property
     def surveys_mini_batches(self) -> bool:

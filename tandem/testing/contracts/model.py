@@ -106,7 +106,7 @@ def log_probs_match(bench: Bench) -> Measured:
             ),
             batch,
             temperature=_TEMPERATURE,
-        )
+        ).score_R
         for device, platform in ((bench.device, bench.here.platform), ("cpu", CPU))
     )
     return bounded("log_prob", error_of(found, expected), limit=_limit(bench.here.platform))

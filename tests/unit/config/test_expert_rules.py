@@ -94,7 +94,11 @@ def test_engines_with_weights_of_their_own_do_not_generate(name):
     [
         ((f"{MODE}=R3",), f"{MODE}='R3': replays what the rollout records, and {RECORDS}=False"),
         ((f"{RECORDS}=True",), f"{RECORDS}=True: nothing reads the experts that it records"),
-        ((f"{MODE}=R2", f"{RECORDS}=True"), f"{MODE}='R2': is not built. Set {MODE}=R3"),
+        ((f"{MODE}=R2", f"{RECORDS}=True"), f"reads the experts that it records, as {MODE}=R2."),
+        (
+            (f"{MODE}=R2", "algorithm.rollout_correction.bypass_mode=True"),
+            f"{MODE}='R2': replays the pass that computes old log-probs, and algorithm.",
+        ),
     ],
 )
 def test_mo8_keys_of_replay_must_agree(words, text):

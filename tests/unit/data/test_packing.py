@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from tandem.data.packing import (
     pack,
     pack_microbatches,
     plan_microbatches,
+    with_packed_routes,
 )
 from tandem.errors import UserError
 from tandem.types import LossColumns, PackedBatch
@@ -298,3 +300,31 @@ def test_a_limit_in_tokens_holds_for_rows_and_not_for_forked_sequences(num_ranks
     assert sorted(plan) == [[0], [1]], "10 tokens of a forked sequence are one micro-batch"
     with pytest.raises(UserError, match="longest sequence, which has 7 tokens"):
         plan_microbatches(sequences, max_tokens=6, multiple_of=num_ranks)
+
+
+def test_mo8_routes_of_micro_batches_return_to_their_sequences() -> None:
+    """A prompt's rows are those of its key; a response's are its own. Some samples have forked."""
+
+    def routed(row: TrainSequence, number: int) -> TrainSequence:
+        prompt = [[row.prompt_key % 97, place] for place in range(len(row.prompt_ids))]
+        own = [[100 + number, place] for place in range(len(row.response_ids) - 1)]
+        branches = tuple(routed(branch, 60 + number) for branch in row.branches)
+        routes = np.array(prompt + own, np.uint8)[:, :, None]
+        return replace(row, branches=branches, routes=routes)
+
+    def without(row: TrainSequence) -> TrainSequence:
+        return replace(row, branches=tuple(map(without, row.branches)), routes=None)
+
+    rows = random_sequences(3, num_groups=8)
+    for i in (1, 4):
+        rows[i] = replace(rows[i], branches=(TrainSequence(-1 - i, (1, 2), (3, 4, 5)),))
+    wanted = [routed(row, number) for number, row in enumerate(rows)]
+    plan = plan_microbatches(wanted, max_tokens=40)[::-1]
+    assert len(plan) > 2
+    routes = [batch.routes_TLK for batch in pack_microbatches(wanted, plan)]
+    assert all(x is not None for x in routes)
+    found = with_packed_routes(routes, sequences=[*map(without, wanted)], plan=plan)  # type: ignore[arg-type]
+    for one, other in zip(found, wanted, strict=True):
+        for row, expected in zip((one, *one.branches), (other, *other.branches), strict=True):
+            assert row.response_ids == expected.response_ids
+            assert np.array_equal(row.routes, expected.routes)

@@ -78,10 +78,11 @@ def test_a_batch_may_ask_for_squared_probabilities(tiny_policy_folder: Path) -> 
     batches = cut_batches(max_sequences=4)
     asking = [replace(batch, with_squares=True) for batch in batches]
     frozen = ReferenceModel(model)
-    for batch, plain_R, both_R2 in zip(
+    for batch, plain, both in zip(
         batches, frozen.score(batches, 0.9), frozen.score(asking, 0.9), strict=True
     ):
-        assert torch.equal(both_R2[:, 0], plain_R)
+        both_R2 = both.score_R
+        assert torch.equal(both_R2[:, 0], plain.score_R)
         h_RD = model.hidden(batch)[batch.source_R].double()
         prob_RV = torch.softmax(h_RD @ model.lm_head_weight.double().T / 0.9, -1)
         torch.testing.assert_close(both_R2[:, 1], prob_RV.square().sum(-1).float())
@@ -262,7 +263,7 @@ def test_log_probs_are_those_of_the_full_softmax(tiny_policy_folder: Path) -> No
         expected.append(torch.log_softmax(logits / 0.7, -1).gather(1, target)[:, 0])
     reference = ReferenceModel(_model(tiny_policy_folder))
     for scorer in (_engine(tiny_policy_folder), reference):
-        parts = scorer.score(batches, 0.7)
+        parts = [scores.score_R for scores in scorer.score(batches, 0.7)]
         assert all(part.dtype == torch.float32 and not part.requires_grad for part in parts)
         actual = in_sequence_order(parts, sequences=SEQUENCES, plan=plan)
         torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=2e-5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.api import Engines
+from tandem.api import Engines, Scores
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import lay_out
@@ -47,10 +47,10 @@ class RecordingCritic:
         self.temperatures: list[float] = []
         self.num_advances = 0
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
         """Values."""
         self.temperatures.append(temperature)
-        return [batch.target_R / 100 for batch in batches]
+        return [Scores(batch.target_R / 100) for batch in batches]
 
     def update(
         self, batches: list[PackedBatch], loss: Any, *, scale: LossScale, temperature: float

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.api import Engines
+from tandem.api import Engines, Scores
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import lay_out
@@ -20,6 +20,7 @@ from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.phases import COMPUTED_SHARE, score_with_policy, update_policy
+from tandem.pipeline.prefetch import finish_scoring
 from tandem.types import (
     Group,
     LossScale,
@@ -41,12 +42,19 @@ class RecordingEngine:
         self.num_sequences: list[int] = []
         self.targets: list[list[int]] = []
         self.temperatures: list[float] = []
+        self.replays: list[bool] = []
         self.num_advances = 0
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
         """Nothing is certain."""
         self.temperatures.append(temperature)
-        return [torch.full((len(batch.target_R),), -0.5) for batch in batches]
+        return [
+            Scores(
+                torch.full((len(batch.target_R),), -0.5),
+                _routes_of(batch) if batch.with_routes else None,
+            )
+            for batch in batches
+        ]
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Any, *, scale: LossScale, temperature: float
@@ -54,6 +62,7 @@ class RecordingEngine:
         """One optimizer step, of which the metrics are 1."""
         self.scales.append(scale)
         self.num_sequences.append(sum(batch.num_sequences for batch in batches))
+        self.replays += [_replays(batch) for batch in batches]
         self.targets.append(sorted({t for batch in batches for t in batch.target_R.tolist()}))
         self.temperatures.append(temperature)
         metrics = {"actor/entropy": 1.0, "actor/pg_loss": 1.0}
@@ -64,6 +73,18 @@ class RecordingEngine:
         self.num_advances += 1
 
 
+def _routes_of(batch: PackedBatch) -> Tensor:
+    """Return routes in which each token's expert is its own number."""
+    return batch.token_ids_T[:, None, None]
+
+
+def _replays(batch: PackedBatch) -> bool:
+    """Return whether each token has those routes. It must, if there are any."""
+    routes_TLK = batch.routes_TLK
+    assert routes_TLK is None or torch.equal(routes_TLK, _routes_of(batch))
+    return routes_TLK is not None
+
+
 def make_parts(engine: RecordingEngine, groups: Sequence[Group], *arguments: str) -> Any:
     """Only what the training half of a step reads."""
     keys = [f"data.train_batch_size={len(groups)}", "actor_rollout_ref.rollout.n=2", MINI]
@@ -72,6 +93,7 @@ def make_parts(engine: RecordingEngine, groups: Sequence[Group], *arguments: str
         "runtime": ImmediateRuntime(),
         "engines": Engines(engine, engine, None, engine),  # type: ignore[arg-type]
         "preferred_tokens": None,
+        "clock": lambda: 0.0,
         "memory": MemoryFit(),
     }
     return partial_context(**given)
@@ -89,6 +111,21 @@ def update(
         controller=initial_kl_controller(parts.config),
     )
     return engine, asyncio.run(update_policy(parts, experience))
+
+
+@pytest.mark.parametrize("mode", ["R2", "disabled"])
+def test_mo8_updates_replay_the_experts_that_computed_old_log_probs(mode: str) -> None:
+    """R2 forces the pass for old log-probs, although one optimizer step would not need it."""
+    engine = RecordingEngine()
+    groups = [scored_group(uid, 1.0, 0.0) for uid in range(2)]
+    parts = make_parts(engine, groups, f"actor_rollout_ref.actor.router_replay.mode={mode}")
+    batch = asyncio.run(finish_scoring(parts, lay_out(groups)))
+    experience = assign_credit(
+        batch, config=parts.config, controller=initial_kl_controller(parts.config)
+    )
+    asyncio.run(update_policy(parts, experience))
+    assert (batch.old_logp_R is not None) == (mode == "R2")
+    assert engine.replays == [mode == "R2"]
 
 
 def test_sequences_without_signal_are_not_computed_but_count_in_the_denominators() -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
 )
 
-from tandem.api import Engines
+from tandem.api import Engines, Scores
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.engines.single import ReferenceModel
@@ -58,11 +57,11 @@ class LastTokens:
         self.batches: list[PackedBatch] = []
         self.unfinite = unfinite
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
         self.batches += batches
         found = [batch.token_ids_T[batch.source_R] for batch in batches]
         broken = torch.tensor(self.unfinite, dtype=torch.int64)
-        return [torch.where(torch.isin(x, broken), math.nan, x.float()) for x in found]
+        return [Scores(torch.where(torch.isin(x, broken), math.nan, x.float())) for x in found]
 
 
 class Letters:

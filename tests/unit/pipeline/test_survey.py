@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tandem.api import Engines
+from tandem.api import Engines, Scores
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import Batch, lay_out
@@ -57,10 +56,10 @@ class Engine:
         self.num_scored: list[int] = []
         self.steps: list[dict[int, tuple[float, ...]]] = []
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Scores]:
         """Log-probs."""
         self.num_scored.append(sum(len(batch.target_R) for batch in batches))
-        return [-batch.target_R / 10 - len(self.steps) for batch in batches]
+        return [Scores(-batch.target_R / 10 - len(self.steps)) for batch in batches]
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Any, *, scale: LossScale, temperature: float

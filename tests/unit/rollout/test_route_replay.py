@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tandem.data.packing import TrainSequence, pack
+from tandem.engines.steps import score
 from tandem.models.language_model import score_batch
 from tandem.models.routing import expert_layers
 from tandem.pipeline.batch import sequence_of
@@ -105,8 +106,9 @@ def test_mo7_routes_of_several_turns_are_those_of_the_turns_that_fed_the_tokens(
         replayed, free = scored(model, batch), scored(model, replace(batch, routes_TLK=None))
     drawn = torch.tensor(sequence.loss_mask)
     assert drawn.sum() == sum(len(span.token_ids) for span in spans[1::2])
-    own = replayed[drawn] if len(replayed) == len(drawn) else replayed
-    assert torch.equal(own, free[drawn] if len(free) == len(drawn) else free)
+    # The given tokens behind the last turn repeat a row. They carry no loss, but their experts then
+    # have other numbers of tokens, and a product may round by that number.
+    torch.testing.assert_close(replayed, free, rtol=0, atol=1e-5)
     lost = replace(spans[3].completion, routes=None)
     spans[3] = Span(lost.token_ids, lost)
     assert sequence_of(prompt, Trajectory(7, tuple(spans))).routes is None
@@ -118,6 +120,19 @@ def test_mo7_wrong_routes_change_log_probs_and_the_router_has_a_gradient(model, 
     with torch.no_grad():
         assert (scored(model, wrong) - scored(model, batch)).abs().max() > 1e-3
     assert gradients(model, wrong)["layers.1.experts.router"].abs().max() > 0
+
+
+def test_mo8_the_pass_for_old_log_probs_records_what_an_update_replays(model, sequences):
+    """R2: the routers choose in the recording pass, and replaying their choices changes nothing."""
+    batch = replace(pack(sequences), routes_TLK=None)
+    recording = score(model, replace(batch, with_routes=True), temperature=1.0)
+    assert recording.routes_TLK.dtype == torch.uint8
+    assert recording.routes_TLK.shape == (len(batch.token_ids_T), 1, 3)
+    assert torch.equal(recording.score_R, score(model, batch, temperature=1.0).score_R)
+    assert score(model, batch, temperature=1.0).routes_TLK is None
+    again = score(model, replace(batch, routes_TLK=recording.routes_TLK), temperature=1.0)
+    assert torch.equal(again.score_R, recording.score_R)
+    assert model.router_metrics()["actor/router/replay_overlap"] == 1
 
 
 def test_mo7_recomputation_and_shared_prompts_change_no_gradient(model, sequences):

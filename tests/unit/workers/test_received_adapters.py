@@ -69,13 +69,13 @@ def test_l10_a_received_policy_has_its_base_and_takes_adapters(tmp_path: Path) -
     assert all(is_adapter(held.spec.name) for held in slices)
     assert 0 < _bytes(slices) < _bytes(policy.held_slices())
     batch = cut_batches(3)[0]
-    before = score(policy, batch, temperature=1.0)
-    assert torch.equal(before, score(base, batch, temperature=1.0))
+    before = score(policy, batch, temperature=1.0).score_R
+    assert torch.equal(before, score(base, batch, temperature=1.0).score_R)
     initial = open_initial(spec, policy)
     for held in slices:
         held.tensor.fill_(0.05)
-    assert not torch.equal(score(policy, batch, temperature=1.0), before)
-    assert torch.equal(score(initial, batch, temperature=1.0), before)
+    assert not torch.equal(score(policy, batch, temperature=1.0).score_R, before)
+    assert torch.equal(score(initial, batch, temperature=1.0).score_R, before)
     assert initial.lm_head_weight.data_ptr() == policy.lm_head_weight.data_ptr()
 
 
