@@ -25,6 +25,7 @@ from tandem.config.parse.keys import (
     Key,
     canonical_name,
     find_key,
+    in_override_grammar,
     is_section,
     keys_of,
     nearest_key,
@@ -40,7 +41,7 @@ from tandem.config.parse.messages import (
 from tandem.config.parse.names import ALIASES, chooses_built_option
 from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
-from tandem.config.schema.megatron import SPELLINGS, STRATEGY, is_closed
+from tandem.config.schema.megatron import MEGATRON_IGNORED, SPELLINGS, STRATEGY, is_closed
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -103,6 +104,7 @@ def load_config(
     if written.follows_megatron:
         written = _write(schema, assignments, spellings={**ALIASES, **SPELLINGS})
     written.require_agreement()
+    written.require_followed()
     tree = _resolve(schema, written.tree)
     _require_built(schema, tree, spellings=written.spellings)
     config = _build(schema, _read(schema, tree), defaults=written.defaults)
@@ -206,6 +208,23 @@ class _Written:
             for other in given[1:]:
                 if other.value != given[0].value:
                     raise contradiction(given[0], other, name=name)
+
+    def require_followed(self) -> None:
+        """Raise UserError if a model's own strategy asks for keys that nothing reads."""
+        for spelling, name in SPELLINGS.items():
+            strategy = f"{spelling.partition('.megatron.')[0]}.strategy"
+            if not {spelling, strategy} <= self.spellings.keys():
+                continue
+            value = _value_at(self.tree, spelling)
+            changes = value != MEGATRON_IGNORED[spelling][0]
+            if changes and _value_at(self.tree, strategy) == "megatron":
+                raise UserError(
+                    spelling,
+                    value,
+                    rule=f"{strategy}=megatron does not read it; {STRATEGY}=megatron does, for all "
+                    "models",
+                    remedy=f"Set {name}={in_override_grammar(value)} or {STRATEGY}=megatron.",
+                )
 
     def _add_section(self, name: str, assignment: Assignment) -> None:
         if chooses_built_option(name, assignment.value):

@@ -133,6 +133,20 @@ def test_mo15_wrong_keys_are_one_line(word: str, text: str) -> None:
     assert "passes an unknown key" not in str(refused.value) or "tensor_parallel_size" in word
 
 
+@pytest.mark.parametrize("model", ["critic", "reward_model"])
+def test_mo15_a_strategy_of_one_model_alone_does_not_leave_its_sizes_without_effect(model) -> None:
+    alone, size = f"{model}.strategy=megatron", f"{model}.megatron.tensor_model_parallel_size"
+    with pytest.raises(UserError) as refused:
+        load(alone, f"{size}=2")
+    assert str(refused.value) == (
+        f"{size}=2: {alone} does not read it; {STRATEGY} does, for all models. "
+        f"Set {model}.model.fsdp_config.tensor_model_parallel_size=2 or {STRATEGY}."
+    )
+    assert load(alone, f"{size}=1").config == load(f"{size}=2").config == RunConfig()
+    found = load(alone, f"{size}=2", STRATEGY).config.model_dump()
+    assert found[model]["model"]["fsdp_config"]["tensor_model_parallel_size"] == 2
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
