@@ -17,12 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.config.parse.overrides import load_config
-from tandem.config.schema.sft import SftConfig
-from tandem.driver import sft
-from tandem.driver.launch import local_site
-from tandem.driver.run import run_prepared
-from tests.fakes.calculator_run import write_materials
+from tests.fakes.calling_model import conversation, write_calling_model
 from tests.fakes.commands import Conditions, run_command
 from tests.fakes.multi_turn_commands import COMMANDS, words_of
 from tests.fakes.tiny_run import metrics_of, read_lines
@@ -86,40 +81,18 @@ class SearchTool(Tool):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model that was fine-tuned until it calls the tool of each example by itself."""
-    folder = tmp_path_factory.mktemp("multi_turn")
-    materials = write_materials(folder)
-    rows = folder / "conversations.jsonl"
-    rows.write_text("".join(json.dumps(conversation(task)) + "\n" for task in NAMES) * 4)
-    keys = (
-        f"model.path={materials.model}",
-        f"data.train_files={rows}",
-        "data.multiturn.enable=True",
-        "data.max_length=256",
-        "data.train_batch_size=8",
-        "engine.dtype=float32",
-        "optim.lr=0.01",
-        f"trainer.default_local_dir={folder / 'sft'}",
-        "trainer.total_training_steps=60",
-        "trainer.total_epochs=60",
-        "trainer.save_freq=-1",
-        "trainer.device=cpu",
-        "trainer.logger=[]",
-    )
-    tuning = load_config(SftConfig, list(keys)).config
-    assert run_prepared(local_site(tuning), sft.prepare(tuning)).exit_code == 0
-    return folder / "sft/global_step_60/actor"
-
-
-def conversation(task: str) -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": NAMES[task], "arguments": ARGUMENTS[task]}}
-    messages = [
-        {"role": "user", "content": QUESTIONS[task]},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": RESULTS[task]},
-        {"role": "assistant", "content": ANSWERS[task]},
+    """Return a model that calls the tool of each example by itself."""
+    conversations = [
+        conversation(
+            QUESTIONS[task],
+            NAMES[task],
+            arguments=ARGUMENTS[task],
+            result=RESULTS[task],
+            answer=ANSWERS[task],
+        )
+        for task in NAMES
     ]
-    return {"messages": messages}
+    return write_calling_model(tmp_path_factory.mktemp("multi_turn"), conversations)
 
 
 @pytest.fixture(scope="module")
