@@ -145,6 +145,7 @@ def start_interpreter(
     interpreter: str = sys.executable,
     path: Sequence[str] | None = None,
     descriptors: Sequence[int] = (),
+    log_fd: int | None = None,
 ) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
     """Start ``module.main(channel_fd, lifeline_fd)`` in a process group of its own.
 
@@ -152,6 +153,7 @@ def start_interpreter(
         path: folders of modules that precede the interpreter's own; None: this process's
             ``sys.path`` in place of them.
         descriptors: open descriptors that keep their numbers in the process.
+        log_fd: the file that its output goes to; None: the output of this process.
 
     Returns:
         our end of its channel, the descriptor whose end kills it, and the process.
@@ -164,6 +166,8 @@ def start_interpreter(
         process = subprocess.Popen(
             [interpreter, "-c", _BOOTSTRAP, folders, module, *map(str, own)],
             stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
             env=environment,
             pass_fds=(*own, *descriptors),
             start_new_session=True,

@@ -114,8 +114,6 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
     if split:
         num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         return Problem(f"{_SPLIT}={num_ranks}: {split}")
-    if name == "sglang" and not place_run(config).is_one_process:
-        return Problem("SGLang generates only in runs of one process")
     if config.actor_rollout_ref.rollout.attaches_servers and not place_run(config).is_one_process:
         return Problem("servers (engine_kwargs.vllm.urls) generate only in runs of one process")
     if config.actor_rollout_ref.model.trains_adapters:

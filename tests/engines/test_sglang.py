@@ -8,11 +8,14 @@ Tests share an engine, and the last ones end it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,9 +28,12 @@ from tandem.platforms.record import CPU
 from tandem.rollout.factory import EngineSpec, build_dense, build_engine
 from tandem.rollout.feed import FedRollout, WeightFeed, checkpoint_views
 from tandem.rollout.restarts import RestartingEngine
+from tandem.rollout.sglang import client
+from tandem.rollout.sglang.client import SglangProcess
 from tandem.rollout.sglang.engine import SglangRolloutEngine, build
 from tandem.rollout.sglang.weights import SglangSink
 from tandem.testing.contracts.rollout import check_engine
+from tests.engines.groups import ends, processes_of_group
 from tests.fakes.generation import change, generate, requests_of_all_rules
 from tests.fakes.tiny_qwen2 import write_random_qwen2
 
@@ -59,27 +65,6 @@ def engine(spec: EngineSpec) -> Iterator[SglangRolloutEngine]:
     engine = build(spec)
     yield engine
     engine.close()
-
-
-def _processes_of_group(group: int) -> list[int]:
-    """The living processes of a process group."""
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(pgrp) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def _ends(group: int) -> bool:
-    """Whether all processes of a group end within ten seconds of a kill."""
-    start = time.monotonic()
-    while _processes_of_group(group) and time.monotonic() - start < 10:
-        time.sleep(0.05)
-    return not _processes_of_group(group)
 
 
 def test_sglang_keeps_the_promises_of_rollout_engines(tmp_path: Path) -> None:
@@ -128,48 +113,102 @@ def test_the_canary_finds_each_tensor_that_is_a_tenth_off(
 def test_a_parameter_that_is_not_written_whole_is_named(
     spec: EngineSpec, engine: SglangRolloutEngine
 ) -> None:
-    left_out = "model.layers.1.self_attn.k_proj.weight"
-    whole = engine.sink()
-    manifest = [one for one in whole.manifest() if one.name != left_out]
-    sink = SglangSink(
-        engine._process,
-        manifest,
-        memory=engine._memory,
-        keeps_cache=False,
-        on_end=lambda version: pytest.fail(f"version {version} is not whole"),
+    """Each tensor of a layer and outside of layers is left out once. The sink does not expect it
+    either, which would refuse the version (``test_weights``).
+    """
+    names = [name for name, _ in checkpoint_views(spec.model)]
+    for left_out in (name for name in names if ".layers.0." not in name):
+        sink = SglangSink(
+            engine._process,
+            [one for one in engine.sink().manifest() if one.name != left_out],
+            memory=engine._memory,
+            keeps_cache=False,
+            on_end=lambda version: pytest.fail(f"version {version} is not whole"),
+        )
+        sink.begin(90)
+        for name, view in checkpoint_views(spec.model):
+            if name != left_out:
+                sink.take(name, view)
+        fused = re.sub("[qkv]_proj", "qkv_proj", re.sub("(gate|up)_proj", "gate_up_proj", left_out))
+        with pytest.raises(EngineFailure, match=f"parameters were not written: {fused}$"):
+            sink.end()
+
+
+@pytest.mark.parametrize(("remedy", "version"), [("salt", 70), ("reset", 72), ("none", 74)])
+def test_the_prefix_cache_is_keyed_by_version_and_emptied(
+    spec: EngineSpec,
+    engine: SglangRolloutEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    remedy: str,
+    version: int,
+) -> None:
+    """Either is enough. Without both, the canary finds the keys and values of other weights."""
+    call = SglangProcess.call
+
+    def mutated(self: SglangProcess, name: str, arguments: Mapping[str, Any]) -> Any:
+        changed = dict(arguments)
+        if name == "end":
+            changed["keeps_cache"] = remedy != "reset"
+            changed["version"] = changed["version"] if remedy == "salt" else str(version)
+        return call(self, name, changed)
+
+    monkeypatch.setattr(SglangProcess, "call", mutated)
+    rollout = FedRollout(engine, WeightFeed(spec.model, engine.sink()))
+    change(spec.model, seed=version)
+    rollout.set_weights_version(version)
+    generate(rollout, requests_of_all_rules()[1:2])
+    change(spec.model, seed=version + 1)
+    rollout.set_weights_version(version + 1)
+    expected = (
+        pytest.raises(EngineFailure, match=f"version {version + 1} was not loaded as")
+        if remedy == "none"
+        else nullcontext()
     )
-    sink.begin(90)
-    for name, view in checkpoint_views(spec.model):
-        if name != left_out:
-            sink.take(name, view)
-    written = r"parameters were not written: model.layers.1.self_attn.qkv_proj.weight$"
-    with pytest.raises(EngineFailure, match=written):
-        sink.end()
+    with expected:
+        generate(rollout, requests_of_all_rules()[1:2])
 
 
-def test_its_processes_listen_at_loopback_only(engine: SglangRolloutEngine) -> None:
-    for pid in _processes_of_group(engine._process.pid):
+def test_its_processes_listen_at_loopback_only_and_leave_no_files(
+    engine: SglangRolloutEngine,
+) -> None:
+    mapped = ""
+    for pid in processes_of_group(engine._process.pid):
         places = psutil.Process(pid).net_connections("inet")
         listening = {place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN}
         assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        sockets = [str(place.laddr) for place in psutil.Process(pid).net_connections("unix")]
+        left = [path for path in sockets if path.startswith("/") and Path(path).exists()]
+        assert all(path.startswith(engine._process._folder.name) for path in left), left
+        mapped += Path(f"/proc/{pid}/maps").read_text()
+    shared = [line for line in mapped.splitlines() if "/dev/shm/" in line]
+    assert shared and all(line.endswith(" (deleted)") for line in shared), shared
 
 
 def test_a_scheduler_that_is_stopped_is_killed_with_its_processes(
-    spec: EngineSpec, engine: SglangRolloutEngine
+    spec: EngineSpec,
+    engine: SglangRolloutEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     group = engine._process.pid
-    schedulers = [pid for pid in _processes_of_group(group) if pid != group]
+    schedulers = [pid for pid in processes_of_group(group) if pid != group]
     WeightFeed(spec.model, engine.sink()).deliver(91)
     engine.add(requests_of_all_rules()[-1:])
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(client, "SLOW_S", 1.0)
     engine._process._stall_s, engine._process._longest_s = 3.0, 0.0
     start = time.monotonic()
     with pytest.raises(EngineFailure, match="SGLang made no progress for 3 s and was killed"):
         engine.advance()
     engine.close()
     assert time.monotonic() - start < 10
-    assert _ends(group)
+    assert not Path(engine._process._folder.name).exists()
+    (warning,) = caplog.messages
+    assert warning == (
+        f"SGLang has made no progress for 1 s. After 3 s, its processes (group {group}) are killed"
+    )
+    assert ends(group)
     with pytest.raises(EngineFailure, match="SGLang has ended"):
         engine.advance()
 
@@ -190,24 +229,29 @@ def test_a_killed_scheduler_is_replaced_and_then_leaves_no_process(spec: EngineS
         assert {i: list(one.token_ids) for i, one in found.items()} == {
             i: list(one.token_ids) for i, one in expected.items()
         }
-        assert _ends(first)
+        assert ends(first)
         engine.add(requests)
-        second = _kill_scheduler_of(engine)
+        second = _engine_of(engine)._process.pid
+        os.kill(second, signal.SIGKILL)  # the parent of the scheduler
         start = time.monotonic()
         with pytest.raises(EngineDied, match="SGLang: process killed by SIGKILL"):
             engine.advance()
         assert time.monotonic() - start < 10
-        assert _ends(second)
+        assert ends(second)
     finally:
         engine.close()
 
 
 def _kill_scheduler_of(engine: RestartingEngine) -> int:
     """Kill SGLang's scheduler. Return its process group."""
-    inner = engine._engine
-    assert isinstance(inner, SglangRolloutEngine)
-    group = inner._process.pid
-    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _processes_of_group(group)}
+    group = _engine_of(engine)._process.pid
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of_group(group)}
     (scheduler,) = (pid for pid, title in titles.items() if b"sglang::scheduler" in title)
     os.kill(scheduler, signal.SIGKILL)
     return group
+
+
+def _engine_of(engine: RestartingEngine) -> SglangRolloutEngine:
+    inner = engine._engine
+    assert isinstance(inner, SglangRolloutEngine)
+    return inner

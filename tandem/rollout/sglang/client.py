@@ -2,12 +2,14 @@
 """The child process that holds SGLang's engine, as the worker sees it.
 
 A call waits for its answer, and for signs of progress meanwhile. A process that ends, or that does
-not report for too long, is killed with its children, and the call raises EngineDied.
+not report for too long, is killed with its children, and the call raises EngineDied. What SGLang
+prints goes to a log, which errors name. It is removed at the end of an engine without errors.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -16,7 +18,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkstemp
 from typing import Any
 
 import tandem
@@ -25,6 +27,8 @@ from tandem.children.child import LENGTH_BYTES
 from tandem.children.process import start_interpreter
 from tandem.platforms.environment import inherited
 
+logger = logging.getLogger(__name__)
+
 PROGRAM = "tandem.rollout.sglang.program"
 START_S = 900.0
 """The longest that SGLang may take to start and for its first sequences: it may compile kernels."""
@@ -32,6 +36,8 @@ STALL_S = 60.0
 """The shortest time without progress after which a call fails."""
 STALL_FACTOR = 20
 """A call also fails only after so many times the longest wait for progress so far."""
+SLOW_S, SLOW_FACTOR = 8.0, 2
+"""A call that waits for so long, and for so many times the longest wait so far, is named."""
 _EXIT_S = 10.0
 _READ_BYTES = 1 << 20
 _OWN_PATH = ("PYTHONPATH", "PYTHONHOME")
@@ -73,17 +79,22 @@ class SglangProcess:
         self._is_closed = False
         self._stall_s, self._longest_s = stall_s, START_S / STALL_FACTOR
         self._is_warm = False
+        log_fd, name = mkstemp(prefix="tandem-sglang-", suffix=".log")
+        self._log = Path(name)
+        self._folder = TemporaryDirectory(prefix="tandem-sglang-", ignore_cleanup_errors=True)
+        folder = self._folder.name
         # Nothing but tandem: its neighbours are packages of other versions than SGLang's.
-        with TemporaryDirectory(prefix="tandem-") as folder:
-            Path(folder, "tandem").symlink_to(Path(tandem.__file__).parent)
-            self._channel, self._lifeline_fd, self._process = start_interpreter(
-                PROGRAM,
-                environment=extra | environment,
-                interpreter=interpreter,
-                path=[folder],
-                descriptors=[memory_fd],
-            )
-            self.facts: dict[str, Any] = self._exchange(first)
+        Path(folder, "tandem").symlink_to(Path(tandem.__file__).parent)
+        self._channel, self._lifeline_fd, self._process = start_interpreter(
+            PROGRAM,
+            environment=extra | environment,
+            interpreter=interpreter,
+            path=[folder],
+            descriptors=[memory_fd],
+            log_fd=log_fd,
+        )
+        os.close(log_fd)
+        self.facts: dict[str, Any] = self._exchange({**first, "folder": folder})
 
     @property
     def pid(self) -> int:
@@ -103,14 +114,18 @@ class SglangProcess:
         return result
 
     def close(self) -> None:
-        """Kill the process and its children, and wait for them; idempotent."""
-        if self._is_closed:
-            return
+        """Kill the process and its children, wait for them and remove the log; idempotent."""
+        if not self._is_closed:
+            self._end()
+            self._log.unlink(missing_ok=True)
+
+    def _end(self) -> None:
         self._is_closed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._channel.close()
         os.close(self._lifeline_fd)
+        self._folder.cleanup()
         try:
             self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired as error:
@@ -127,8 +142,8 @@ class SglangProcess:
         while True:
             answer = json.loads(self._receive_line())
             if "error" in answer:
-                self.close()
-                raise EngineFailure(f"SGLang: {answer['error']}")
+                self._end()
+                raise EngineFailure(f"SGLang: {answer['error']}{self._see_log()}")
             if "result" in answer:
                 return answer["result"]
 
@@ -136,11 +151,25 @@ class SglangProcess:
         """Wait for a line as long as a process may be silent."""
         begun = time.monotonic()
         limit_s = max(self._stall_s, STALL_FACTOR * self._longest_s)
+        named_s = max(SLOW_S, SLOW_FACTOR * self._longest_s) if self._is_warm else limit_s
+        waits_s = [limit_s] if named_s >= limit_s else [limit_s, named_s]
         while b"\n" not in self._incoming:
-            left_s = limit_s - (time.monotonic() - begun)
+            left_s = waits_s[-1] - (time.monotonic() - begun)
             if not select.select([self._channel], [], [], max(0.0, left_s))[0]:
-                self.close()
-                raise EngineDied(f"SGLang made no progress for {limit_s:.0f} s and was killed")
+                waited_s = waits_s.pop()
+                if waits_s:
+                    logger.warning(
+                        "SGLang has made no progress for %.0f s. After %.0f s, its processes "
+                        "(group %d) are killed",
+                        waited_s,
+                        limit_s,
+                        self.pid,
+                    )
+                    continue
+                self._end()
+                raise EngineDied(
+                    f"SGLang made no progress for {limit_s:.0f} s and was killed{self._see_log()}"
+                )
             try:
                 received = self._channel.recv(_READ_BYTES)
             except ConnectionError:
@@ -159,7 +188,17 @@ class SglangProcess:
             code = self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             code = 0
-        self.close()
-        if code < 0:
-            return EngineDied(f"SGLang: process killed by {signal.Signals(-code).name}")
-        return EngineDied(f"SGLang: process ended with exit code {code}")
+        self._end()
+        how = (
+            f"killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        return EngineDied(f"SGLang: process {how}{self._see_log()}")
+
+    def _see_log(self) -> str:
+        """Return the part of an error that names the log; "" if nothing was written to it."""
+        if self._log.exists() and self._log.stat().st_size:
+            return f"; its output is in {self._log}"
+        self._log.unlink(missing_ok=True)
+        return ""

@@ -16,10 +16,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
-from multiprocessing import connection
+from multiprocessing import connection, util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,11 +75,13 @@ class Program:
 
     Args:
         first: ``arguments`` of ServerArgs, ``num_rows`` of samples, ``weights_fd`` (the shared
-            memory that weights come in) and its size ``weights_bytes``.
+            memory that weights come in) and its size ``weights_bytes``, and ``folder``, which the
+            parent removes in the end.
     """
 
     def __init__(self, channel: socket.socket, first: dict[str, Any]) -> None:
         self._channel = channel
+        _place_listener(first["folder"])
         register_sampler()
         base = of_sglang("entrypoints.engine", "Engine")
 
@@ -166,6 +170,7 @@ class Program:
         if not keeps_cache:
             _require(await self._manager.flush_cache())
         self._version = version
+        _unlink_files(self._engine.port_args)
         return json.loads(account.cpu().numpy().tobytes())
 
     async def _load(
@@ -266,6 +271,30 @@ def _require(answer: Any) -> None:
         success, message = answer.success, answer.message
     if not success:
         raise RuntimeError(message)
+
+
+def _place_listener(folder: str) -> None:
+    """Place the socket by which multiprocessing shares tensors, which is needed to the end."""
+    tempfile.tempdir = folder
+    util.get_temp_dir()
+    tempfile.tempdir = None
+
+
+def _unlink_files(ports: Any) -> None:
+    """Remove the names of SGLang's sockets and of its shared memory, which all processes have open.
+
+    SGLang never removes them, and none of these processes lives to do it.
+    """
+    sockets = (
+        ports.tokenizer_ipc_name,
+        ports.scheduler_input_ipc_name,
+        ports.detokenizer_ipc_name,
+        ports.rpc_ipc_name,
+        ports.metrics_ipc_name,
+    )
+    loads = of_sglang("managers.load_snapshot", "shm_path_for")(ports.instance_id)
+    for path in (*(name.removeprefix("ipc://") for name in sockets), loads):
+        Path(path).unlink(missing_ok=True)
 
 
 def _end_with_schedulers() -> None:
