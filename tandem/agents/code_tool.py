@@ -44,7 +44,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "scratch_mb": 16,
 }
 _SCRATCHES = ("none", "call", "episode")
-_OF_ALL_TOOLS = ("type", "timeout", "per_call")
+_OF_ALL_TOOLS = ("type", "timeout", "per_call", "deterministic")
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 SCHEMA: Mapping[str, Any] = {
     "type": "function",

@@ -159,6 +159,7 @@ class EnvironmentSetup:
     Attributes:
         function_path: a Python file with ``@function_tool`` functions.
         isolation: whether programs of the policy run although the kernel does not hold them.
+        needs_declared: whether functions must be declared deterministic.
         log: the file for prints and for the first traceback of each process; None for stderr.
     """
 
@@ -170,6 +171,7 @@ class EnvironmentSetup:
     openenvs: tuple[OpenEnvSpec, ...] = ()
     limits: ToolLimits = field(default_factory=ToolLimits)
     isolation: Isolation = "strict"
+    needs_declared: bool = False
     log: str | None = None
 
 

@@ -175,7 +175,7 @@ def load_tools(setup: EnvironmentSetup) -> list[LoadedTool]:
         sys.path.append(os.getcwd())
     tools: list[LoadedTool] = [_load_class(spec, setup) for spec in setup.tools]
     if setup.function_path is not None:
-        tools += _load_functions(setup.function_path)
+        tools += _load_functions(setup.function_path, needs_declared=setup.needs_declared)
     return tools
 
 
@@ -222,7 +222,7 @@ def import_class(key: str, class_name: str) -> Callable[..., Any]:
         ) from error
 
 
-def _load_functions(path: str) -> list[LoadedTool]:
+def _load_functions(path: str, *, needs_declared: bool) -> list[LoadedTool]:
     num_before = len(DECORATED)
     try:
         import_object(FUNCTION_KEY, path, name=_NO_OBJECT)
@@ -237,6 +237,11 @@ def _load_functions(path: str) -> list[LoadedTool]:
             rule="has no function with the decorator @function_tool",
             remedy="Decorate one: from tandem.agents.verl_names import function_tool.",
         )
+    for tool in found:
+        if needs_declared and not getattr(tool.fn, "is_deterministic", False):
+            rule = f"full_determinism=True, and {tool.name} may answer differently each time"
+            remedy = f"If it does not, write {tool.name}.is_deterministic = True below it."
+            raise UserError(FUNCTION_KEY, path, rule=rule, remedy=remedy)
     return [FunctionOfUser(tool) for tool in found]
 
 

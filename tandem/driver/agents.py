@@ -99,6 +99,8 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
         return None
     setup, notes = _setup(rollout)
     protections = _check_isolation(setup)
+    if rollout.full_determinism:
+        _check_declared(setup)
     _require_agent(rollout, [spec.name for spec in (*setup.programs, *setup.openenvs)])
     address = read_address(rollout.agent.endpoint)
     check_address(address)
@@ -246,6 +248,7 @@ def _setup(rollout: RolloutConfig) -> tuple[EnvironmentSetup, tuple[str, ...]]:
             timeout_s=turns.tool_timeout_s,
         ),
         isolation=rollout.agent.isolation,
+        needs_declared=rollout.full_determinism,
     )
     return setup, notes
 
@@ -266,6 +269,23 @@ def _check_isolation(setup: EnvironmentSetup) -> tuple[Protection, ...]:
         if not one.held_by:
             logger.warning("code that the policy writes could %s on this machine", one.promise)
     return protections
+
+
+def _check_declared(setup: EnvironmentSetup) -> None:
+    """Raise UserError if an environment may answer differently each time; functions tell later."""
+    others = [spec.name for spec in (*setup.programs, *setup.openenvs)]
+    others += [server.name for one in setup.served for server in one.servers]
+    classes = [*setup.tools, *setup.interactions]
+    declared = {"deterministic": True}.items()
+    others += [one.class_name for one in classes if not declared <= one.config.items()]
+    if others:
+        raise UserError(
+            f"{_ROLLOUT}.full_determinism",
+            True,
+            rule=f"{others[0]} may answer differently each time",
+            remedy="If it is a class that does not, add deterministic: true to its config. Agents "
+            "of your own, servers of tools and of environments are not drawn in waves.",
+        )
 
 
 def _open_pool(config: RunConfig, setup: EnvironmentSetup) -> EnvironmentPool:

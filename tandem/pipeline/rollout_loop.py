@@ -126,6 +126,9 @@ class RolloutLoop:
             weights that arrive meanwhile do not wait for whole sequences.
         num_rows: the number of sequences that the engine generates at once; None if ``room`` does
             not limit them.
+        in_waves: whether requests wait until the engine is empty and each open sample has its next
+            turn or is closed. They are then sent in the order of their samples, so that times
+            decide nothing.
         lacks_weights: see ``api.Engines``.
     """
 
@@ -138,6 +141,7 @@ class RolloutLoop:
         pace: PaceRecorder,
         is_bounded: bool,
         num_rows: int | None = None,
+        in_waves: bool = False,
         lacks_weights: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
@@ -150,6 +154,7 @@ class RolloutLoop:
         self._pace = pace
         self._max_steps = STEPS_PER_ADVANCE if is_bounded else None
         self._num_rows = num_rows
+        self._in_waves = in_waves
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[GenerationRequest] = []
         self._open: set[int] = set()
@@ -220,6 +225,7 @@ class RolloutLoop:
         """
         self._ended += sample_ids
         self._open.difference_update(sample_ids)
+        self._look_for_work()
         async with self._changed:
             self._changed.notify_all()
 
@@ -262,7 +268,7 @@ class RolloutLoop:
         self._leave_generating(LoopState.DRAINING)
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self.is_starved or (self._num_sent == 0 and not self._open)
+                lambda: self.is_starved or (self._num_sent == 0 and not self._has_begun())
             )
 
     async def pause(self) -> None:
@@ -297,8 +303,8 @@ class RolloutLoop:
             self._is_calling = True
             if self._wanted_version is not None:
                 await self._switch(self._wanted_version)
-            if self._ended and self._state is not LoopState.PAUSED:
-                ended, self._ended = self._ended, []
+            if self._ended and self._state is not LoopState.PAUSED and self._may_send():
+                ended, self._ended = sorted(self._ended), []
                 await self._runtime.call(self._engine.forget, ended)
             if requests := self._take_requests():
                 self._pace.begin(requests, is_alone=self._num_sent == 0)
@@ -317,12 +323,26 @@ class RolloutLoop:
 
     def _take_requests(self) -> list[GenerationRequest]:
         """Remove and return the requests that may be sent now."""
-        if self._state is LoopState.PAUSED:
+        taken = self._sendable()
+        numbers = set(map(id, taken))
+        self._unsent = [one for one in self._unsent if id(one) not in numbers]
+        if self._in_waves:
+            taken.sort(key=lambda one: (not one.first_index, one.sample_ids))
+        return taken
+
+    def _sendable(self) -> list[GenerationRequest]:
+        """Return the requests that may be sent now, in the order in which they were queued."""
+        if self._state is LoopState.PAUSED or not self._may_send():
             return []
         is_draining = self._state is LoopState.DRAINING
-        taken = [one for one in self._unsent if one.first_index or not is_draining]
-        self._unsent = [one for one in self._unsent if is_draining and not one.first_index]
-        return taken
+        return [one for one in self._unsent if one.first_index or not is_draining]
+
+    def _may_send(self) -> bool:
+        return not self._in_waves or (self._num_sent == 0 and not self._open)
+
+    def _has_begun(self) -> bool:
+        """Return whether some sample has had a turn, and gets a further one."""
+        return bool(self._open) or any(request.first_index for request in self._unsent)
 
     def _leave_generating(self, state: LoopState) -> None:
         if self._state is not LoopState.GENERATING:
@@ -337,10 +357,7 @@ class RolloutLoop:
     def _look_for_work(self) -> None:
         may_advance = self._state is not LoopState.PAUSED and not self.is_starved
         has_work = bool(self._num_sent) and may_advance
-        is_generating = self._state is LoopState.GENERATING
-        is_draining = self._state is LoopState.DRAINING
-        has_requests = any(is_generating or (is_draining and r.first_index) for r in self._unsent)
-        if has_work or has_requests or self._wanted_version is not None:
+        if has_work or self._sendable() or self._wanted_version is not None:
             self._has_work.set()
         else:
             self._has_work.clear()

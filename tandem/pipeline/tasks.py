@@ -48,6 +48,7 @@ class RunTasks:
             pace=self.pace,
             is_bounded=max_lag > 0 or context.conversing is not None,
             num_rows=None if rule.finishes_on_old_weights else engines.num_rows,
+            in_waves=config.actor_rollout_ref.rollout.full_determinism,
             lacks_weights=engines.lacks_weights,
         )
         self.flow = WeightFlow(

@@ -71,6 +71,7 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _batch_errors(config)
     yield from run_device_errors(config)
     yield from _async_errors(config)
+    yield from _wave_errors(config)
     yield from _replacement_errors(config)
     yield from _token_errors(config)
     yield from _sampling_errors(config)
@@ -163,6 +164,18 @@ def _async_errors(config: RunConfig) -> Iterator[UserError]:
         )
     elif config.trainer.max_lag > 0:
         yield from time_sharing_errors(config)
+
+
+def _wave_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error if turns shall be drawn in waves while the trainer changes the weights."""
+    if config.actor_rollout_ref.rollout.full_determinism and config.trainer.max_lag > 0:
+        yield UserError(
+            f"{_ROLLOUT}.full_determinism",
+            True,
+            rule="steps are generated ahead (trainer.generate_ahead_steps="
+            f"{config.trainer.generate_ahead_steps}), where time decides which weights draw",
+            remedy="Set trainer.async_pipeline=False, or leave it out.",
+        )
 
 
 def _replacement_errors(config: RunConfig) -> Iterator[UserError]:

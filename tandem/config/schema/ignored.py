@@ -278,7 +278,6 @@ _ROLLOUT: Table = {
         ),
     ),
     "disaggregation": ({}, "not built yet: each device reads prompts and generates"),
-    "full_determinism": (False, _DETERMINISTIC),
     "layer_name_map": ({}, _MEGATRON),
     "moe_load_balance_metrics_interval": (0, "not built yet: models with experts"),
     "mtp": _only_with("actor_rollout_ref.model.mtp.enable=True"),

@@ -426,6 +426,13 @@ class RolloutConfig(BaseModel):
         default=False,
         description="Record the experts of each token, which actor.router_replay.mode=R3 replays.",
     )
+    full_determinism: bool = Field(
+        default=False,
+        description="Draw the turns of episodes in waves: the next one begins when all episodes "
+        "have the answer to their last turn, so that the times of tools decide nothing and a run "
+        "can be repeated bit by bit. Each tool must be declared deterministic.",
+        json_schema_extra=read_if(_TALKS),
+    )
     multi_turn: MultiTurnConfig = Field(
         default_factory=MultiTurnConfig, description="Conversations with tools."
     )

@@ -87,6 +87,7 @@ async def looping(
     *,
     is_bounded: bool = False,
     num_rows: int | None = None,
+    in_waves: bool = False,
     trace: TraceRecorder | None = None,
     lacks_weights: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[RolloutLoop]:
@@ -102,6 +103,7 @@ async def looping(
         pace=pace,
         is_bounded=is_bounded,
         num_rows=num_rows,
+        in_waves=in_waves,
         lacks_weights=lacks_weights,
     )
     try:
@@ -352,3 +354,49 @@ def test_an_engine_forgets_samples_that_have_ended_before_it_gets_others() -> No
             return engine.forgotten
 
     assert asyncio.run(main()) == [1]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_m23_a_wave_begins_when_all_open_samples_have_their_answer(first: int) -> None:
+    """Whichever sample is answered first, the engine gets the same batches in the same order."""
+    engine = ReversingEngine()
+
+    async def main() -> None:
+        async with looping(engine, in_waves=True) as loop:
+            turns = loop.submit_apart(replace(request(1, 2, 3), continues=True))
+            await asyncio.gather(*turns)
+            further = replace(request(first), continues=True, first_index=1)
+            (early,) = loop.submit_apart(further)
+            (new,) = loop.submit([request(9)])
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.batches == [[1, 2, 3]] and not engine.forgotten
+            await loop.forget((3,))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.batches == [[1, 2, 3]], "one sample still waits for its answer"
+            other = replace(request(3 - first), first_index=1)
+            (late,) = loop.submit_apart(other)
+            await asyncio.gather(early, late, new)
+
+    asyncio.run(main())
+    assert engine.batches == [[1, 2, 3], [1, 2, 9]]
+    assert engine.forgotten == [3]
+
+
+def test_m23_a_drain_waits_for_the_waves_of_samples_that_have_begun() -> None:
+    engine = ReversingEngine()
+
+    async def main() -> None:
+        async with looping(engine, in_waves=True) as loop:
+            await asyncio.gather(*loop.submit_apart(replace(request(1, 2), continues=True)))
+            draining = asyncio.create_task(loop.drain())
+            (first,) = loop.submit_apart(replace(request(2), first_index=1))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not first.done() and not draining.done()
+            await loop.forget((1,))
+            await asyncio.gather(first, draining)
+
+    asyncio.run(main())
+    assert engine.batches == [[1, 2], [2]]
