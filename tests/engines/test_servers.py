@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.rollout.attached import fleet as fleet_module
 from tandem.rollout.attached.engine import AttachedRolloutEngine
 from tandem.rollout.attached.protocol import LOGPROBS_MODE, PROCESSOR
 from tandem.rollout.attached.server import Server, ServerLost
@@ -160,8 +161,14 @@ def test_v15_tokens_of_three_versions_with_a_server_that_joins_late(
 
 
 def test_v15_samples_of_a_killed_server_run_again_on_the_other(
-    model: Path, servers: tuple[Started, Started], tmp_path: Path
+    model: Path,
+    servers: tuple[Started, Started],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Before it is killed, somebody else pauses it, which is said."""
+    monkeypatch.setattr(fleet_module, "SILENCE_S", 0.1)
     listed = tmp_path / "servers.txt"
     listed.write_text("".join(f"{one.url}\n" for one in servers))
     spec, engine, rollout = _attach(model, listed)
@@ -171,6 +178,11 @@ def test_v15_samples_of_a_killed_server_run_again_on_the_other(
     asked: list[GenerationRequest] = requests()
     rollout.add(asked)
     found = {one.sample_id: one for one in rollout.advance()}
+    Server(servers[0].url).post("/pause", query={"mode": "keep"})
+    limit_s = time.monotonic() + START_S
+    while f"{servers[0].url} was paused from outside of this run" not in caplog.text:
+        assert time.monotonic() < limit_s, caplog.text
+        found |= {one.sample_id: one for one in rollout.advance(1)}
     servers[0].kill()
     while completions := rollout.advance():
         assert found.keys().isdisjoint(one.sample_id for one in completions)

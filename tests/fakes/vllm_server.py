@@ -115,6 +115,12 @@ class VllmServerDouble:
         with self._changes:
             self._changes.notify_all()
 
+    def pause(self, is_paused: bool = True) -> None:
+        """Do what somebody else's request does."""
+        with self._changes:
+            self._is_paused = is_paused
+            self._changes.notify_all()
+
     def _serve(self, handler: BaseHTTPRequestHandler) -> None:
         self._connections.append(handler.connection)
         target = urlsplit(handler.path)
@@ -151,6 +157,7 @@ class VllmServerDouble:
             "/server_info": {"vllm_config": self.info},
             "/get_world_size": {"world_size": 1},
             "/weight_info": {"weight_version": self._label},
+            "/is_paused": {"is_paused": self._is_paused},
             "/reset_prefix_cache": {"success": True},
         }
         with self._changes:

@@ -28,9 +28,10 @@ AGAIN_S = 1.0
 """How long a server may then take to answer at all: meanwhile no samples are sent."""
 SILENCE_S = 5.0
 """A server that answers nothing for so long is asked whether it is there."""
-PROBES = (("/health", 10.0), ("/weight_info", 120.0))
+PAUSED = "/is_paused"
+PROBES = (("/health", 10.0), ("/weight_info", 120.0), (PAUSED, 120.0))
 """What it must answer, and within how many seconds. The first is answered by the process that
-listens, the second by the engine between two of its steps, which may be long."""
+listens, the others by the engine between two of its steps, which may be long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class Member:
         held: finished samples that wait until it has passed the canary.
         probes: when each probe that is under way was sent.
         heard: when it last answered.
+        num_paused: how often it has said that it is paused, since it last finished a sample.
     """
 
     server: Server
@@ -56,6 +58,7 @@ class Member:
         default_factory=dict[Exchange, tuple[float, float]]
     )
     heard: float = 0.0
+    num_paused: int = 0
 
 
 class Fleet:
@@ -117,9 +120,10 @@ class Fleet:
             try:
                 if exchange in member.probes:
                     del member.probes[exchange]
-                    exchange.result()
+                    self._note_probe(member, exchange.path, content=exchange.result())
                     continue
                 sample = member.running.pop(exchange)
+                member.num_paused = 0
                 try:
                     answer = read_answer(exchange.result(), sample)
                 except ServerLost:
@@ -234,6 +238,24 @@ class Fleet:
                 self.lose(member, f"it has not answered for {late[0] + SILENCE_S:.0f} s")
             elif member.running and not member.probes and now - member.heard > SILENCE_S:
                 self._ask_whether_there(member, now)
+
+    def _note_probe(self, member: Member, path: str, *, content: Any) -> None:
+        """Warn of a server that says that it is paused, which somebody else has done.
+
+        The first answer does not count: it may be of an update of weights by this run.
+        """
+        if path != PAUSED:
+            return
+        is_paused = content["is_paused"]
+        member.num_paused = member.num_paused + 1 if is_paused else 0
+        if member.num_paused == 2:
+            logger.warning(
+                "The rollout server %s was paused from outside of this run: its %d samples wait "
+                "until somebody resumes it (POST %s/resume)",
+                member.server.url,
+                len(member.running),
+                member.server.url,
+            )
 
     def _ask_whether_there(self, member: Member, now: float) -> None:
         for path, limit_s in PROBES:

@@ -93,10 +93,15 @@ class Server:
 
 
 class Exchange:
-    """A request that was sent, and its answer."""
+    """A request that was sent, and its answer.
+
+    Attributes:
+        path: the path of the request.
+    """
 
     def __init__(self, connection: HTTPConnection, *, url: str, path: str) -> None:
-        self._url, self._path, self._connection = url, path, connection
+        self.path = path
+        self._url, self._connection = url, connection
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable with the answer."""
@@ -124,7 +129,7 @@ class Exchange:
         content = _content(data)
         if answer.status < HTTPStatus.BAD_REQUEST:
             return content
-        said = f"{self._path} answered {answer.status}: {_said(content, data)}"
+        said = f"{self.path} answered {answer.status}: {_said(content, data)}"
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise ServerLost(said)
         raise EngineFailure(f"vLLM at {self._url}: {said}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tandem.api import EngineFailure
 from tandem.config.schema.rollout import EngineKwargs, RolloutConfig
 from tandem.models.folder import open_model
 from tandem.platforms.record import CPU
+from tandem.rollout.attached import engine as engine_module
 from tandem.rollout.attached import fleet as fleet_module
 from tandem.rollout.attached.engine import AttachedRolloutEngine, build
 from tandem.rollout.canary import NUM_TOKENS
@@ -23,6 +25,7 @@ from tandem.rollout.factory import EngineSpec, build_dense
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.types import Completion, GenerationRequest, SamplingParams
 from tests.fakes.generation import change, generate
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.vllm_server import VllmServerDouble
 
 EOS = (0, 1)
@@ -248,6 +251,35 @@ def test_a_silent_server_is_left_out(
     first.is_deaf = True
     assert _tokens(generate(rollout, REQUESTS)) == expected
     assert [member.server.url for member in engine._fleet.members] == [second.url]
+    engine.close()
+
+
+def test_a_server_that_somebody_else_pauses_is_named_and_goes_on(
+    folder: Path,
+    start: Starts,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fleet_module, "SILENCE_S", 0.01)
+    monkeypatch.setattr(engine_module, "_WAIT_S", 0.02)
+    server = start()
+    spec = _spec(folder, server.url)
+    expected = _native(spec, REQUESTS)
+    engine, rollout = _attach(spec)
+    rollout.add(REQUESTS)
+    found = {one.sample_id: one for one in rollout.advance()}
+    server.pause()
+    said = f"The rollout server {server.url} was paused from outside of this run: its "
+    limit_s = time.monotonic() + PATIENCE_S
+    while said not in caplog.text:
+        assert time.monotonic() < limit_s, caplog.text
+        found |= {one.sample_id: one for one in rollout.advance(1)}
+    assert found.keys() < expected.keys(), "it did not go on by itself"
+    server.pause(False)
+    while completions := rollout.advance():
+        found |= {one.sample_id: one for one in completions}
+    assert _tokens(found) == expected
+    assert caplog.text.count(said) == 1 and engine.metrics()["num_lost_servers"] == 0
     engine.close()
 
 
