@@ -63,6 +63,7 @@ class Disturbance:
         cause_s: the seconds from the disturbance to that line.
         pid: the process; 0 without one.
         is_formed: whether the processes of the run had found each other.
+        is_replaceable: whether another process takes the place of this one.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Disturbance:
     cause_s: float | None = None
     pid: int = 0
     is_formed: bool = True
+    is_replaceable: bool = False
 
     @property
     def limit_s(self) -> float:
@@ -87,7 +89,7 @@ class Disturbance:
         """Return the kind of problem that the end of the run shows; "" if it is right."""
         if self.code == 0:
             return ""
-        if self.action == "pause":
+        if self.action == "pause" or self.is_replaceable:
             return "failed"
         if self.action == "full disk":
             return "" if self.code == 2 and "space" in self.cause else "unnamed"
@@ -154,9 +156,19 @@ def draw_plan(mode: Mode, draw: random.Random, *, steps: int, has_disk: bool) ->
 
 
 def disturb(
-    attempt: Attempt, plan: Plan, *, run: Path, disk: SmallDisk | None, hosts: Hosts | None
+    attempt: Attempt,
+    plan: Plan,
+    *,
+    run: Path,
+    disk: SmallDisk | None,
+    hosts: Hosts | None,
+    replaces: bool = False,
 ) -> Disturbance | None:
-    """Carry out a plan; return None if the run has ended before."""
+    """Carry out a plan; return None if the run has ended before.
+
+    Args:
+        replaces: whether workers that only generate are replaced.
+    """
     if not attempt.is_running:
         return None
     after_s = round(time.monotonic() - attempt.begin_s, 2)
@@ -174,7 +186,14 @@ def disturb(
         victim = found[int(plan.choice * len(found))]
         with suppress(psutil.NoSuchProcess):
             _signal(victim, plan)
-            return Disturbance(kind, plan.action, after_s, pid=victim.pid, is_formed=is_formed)
+            return Disturbance(
+                kind,
+                plan.action,
+                after_s,
+                pid=victim.pid,
+                is_formed=is_formed,
+                is_replaceable=replaces and kind == "rollout",
+            )
     return None
 
 

@@ -162,6 +162,7 @@ def summarise(trials: Sequence[Trial], *, seconds: float) -> dict[str, Any]:
         "trials_by_mode": dict(Counter(trial.mode for trial in trials)),
         "starts": sum(trial.num_starts for trial in trials),
         "resumes": sum(trial.num_resumes for trial in trials),
+        "workers_replaced": sum(trial.num_replaced for trial in trials),
         "final_weights_compared": sum(trial.has_compared_weights for trial in trials),
         "disturbances": len(made),
         "disturbances_by_kind": dict(

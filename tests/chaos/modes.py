@@ -43,14 +43,28 @@ _ALIKE = (
     "reward.num_workers=1",
     f"reward.timeout_s={ANSWER_S}",
 )
+_BY_TRAINER = "algorithm.rollout_correction.bypass_mode=False"
+"""Old log-probs are computed by the trainer."""
 _SEVERAL = (f"actor_rollout_ref.nccl_timeout={TIMEOUT_S}",)
+_APART = "trainer.separated_node_tasks=[[logp,ref_logp,actor-train],[generate]]"
 _SPLIT = (
     *_SEVERAL,
     "trainer.n_gpus_per_node=2",
-    "trainer.separated_node_tasks=[[logp,ref_logp,actor-train],[generate]]",
+    _APART,
     "trainer.separated_node_ratios=[0.5,0.5]",
     "trainer.deterministic_async=True",
 )
+_RESTARTS = f"{_ROLLOUT}.max_engine_restarts={MAX_ENGINE_RESTARTS}"
+_REPLACED = (
+    *_SEVERAL,
+    "trainer.n_gpus_per_node=3",
+    _APART,
+    "trainer.separated_node_ratios=[0.34,0.66]",
+    _RESTARTS,
+    # Batch mates, which round log-probs of the rollout, depend on which workers are lost.
+    _BY_TRAINER,
+)
+"""One rank trains and two generate, which are replaced."""
 _IN_TURNS = (
     "actor_rollout_ref.hybrid_engine=False",
     "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
@@ -64,7 +78,7 @@ TOOL_KEYS = (
     f"{_ROLLOUT}.multi_turn.tool_timeout_s={ANSWER_S}",
     f"{_ROLLOUT}.agent.num_workers=2",
     # Batch mates, which round log-probs of the rollout, depend on the time that tools take.
-    "algorithm.rollout_correction.bypass_mode=False",
+    _BY_TRAINER,
 )
 
 
@@ -85,6 +99,7 @@ class Mode:
         has_tools: whether the policy calls a calculator.
         engine: the engine of others that generates; "": tandem's own.
         num_nodes: the number of hosts.
+        replaces: whether a worker that generates is replaced, so that its end ends no run.
     """
 
     kinds: tuple[str, ...]
@@ -94,6 +109,7 @@ class Mode:
     engine: Literal["", "vllm", "sglang"] = ""
     num_nodes: int = 1
     resumes_alike: bool = True
+    replaces: bool = False
 
 
 _ALONE = ("driver", "reward")
@@ -107,6 +123,19 @@ MODES = {
         resumes_alike=False,
     ),
     "asynchronous, g=4": Mode(_ALONE, False, (*_IN_TURNS, *_ahead(4))),
+    "synchronous, replaced": Mode(
+        (*_ALONE, "trainer", "rollout", "rollout", "rollout", *_CLUSTER),
+        True,
+        _REPLACED,
+        replaces=True,
+    ),
+    "asynchronous, replaced": Mode(
+        (*_ALONE, "trainer", "rollout", "rollout", "rollout", *_CLUSTER),
+        True,
+        (*_REPLACED, "trainer.deterministic_async=True", *_ahead(1)),
+        resumes_alike=False,
+        replaces=True,
+    ),
     "two processes": Mode(
         (*_ALONE, "trainer", *_CLUSTER), True, (*_SEVERAL, "trainer.n_gpus_per_node=2")
     ),
@@ -126,7 +155,7 @@ MODES = {
     "SGLang": Mode(
         (*_ALONE, "engine"),
         True,
-        (f"{_ROLLOUT}.max_engine_restarts={MAX_ENGINE_RESTARTS}",),
+        (_RESTARTS,),
         engine="sglang",
     ),
 }

@@ -30,6 +30,7 @@ class Trial:
     problems: dict[str, list[str]] = field(default_factory=dict)
     num_starts: int = 0
     num_resumes: int = 0
+    num_replaced: int = 0
     has_compared_weights: bool = False
 
     def note(self, kind: str, text: str) -> None:
@@ -96,6 +97,7 @@ def try_start(trial: Trial, scene: Scene, *, draw: random.Random | None = None) 
         text = attempt.output()[-400:]
         trial.note("failed", f"exit code {code}, and nothing was done to it: {text}")
     trial.num_resumes += "resumed from" in attempt.output()
+    trial.num_replaced += attempt.output().count("Another process takes its place")
     for process in attempt.end_processes():
         trial.note("processes_left", process)
     if "Traceback (most recent call last)" in attempt.output():
@@ -109,7 +111,14 @@ def _disturb_in_time(attempt: Attempt, scene: Scene, *, draw: random.Random) -> 
     while attempt.is_running and not (attempt.has_reached(plan.step) or attempt.is_late):
         time.sleep(POLL_S)
     time.sleep(plan.delay_s)
-    return disturb(attempt, plan, run=scene.run, disk=scene.disk, hosts=scene.hosts)
+    return disturb(
+        attempt,
+        plan,
+        run=scene.run,
+        disk=scene.disk,
+        hosts=scene.hosts,
+        replaces=scene.mode.replaces,
+    )
 
 
 def check_cause(trial: Trial, done: Disturbance) -> None:

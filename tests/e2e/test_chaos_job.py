@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,18 @@ def test_the_job_sees_ends_that_nobody_named_in_time(
     trial = Trial("two processes")
     check_cause(trial, disturbance)
     assert list(trial.problems) == ([] if problem is None else [problem])
+
+
+def test_the_end_of_a_worker_that_is_replaced_may_not_end_the_run() -> None:
+    named = done("rollout", "SIGKILL", 1, "error: generate rank 0 (pid 77) was lost")
+    trial = Trial("synchronous, replaced")
+    check_cause(trial, named)
+    assert trial.problems == {}
+    check_cause(trial, replace(named, is_replaceable=True))
+    assert list(trial.problems) == ["failed"]
+    went_on = Trial("synchronous, replaced")
+    check_cause(went_on, replace(named, is_replaceable=True, code=0, cause=""))
+    assert went_on.problems == {}
 
 
 def test_the_same_seed_draws_the_same_disturbances_of_all_kinds() -> None:
