@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -75,3 +77,44 @@ def test_a_step_that_raises_is_not_watched_any_more() -> None:
     assert not threading.Event().wait(0.2)
     assert not told
     watch.close()
+
+
+def test_a_step_is_not_ended_for_the_time_in_which_the_process_was_suspended() -> None:
+    now_s = [0.0]
+    ended: list[str] = []
+    has_ended, named = threading.Event(), threading.Event()
+
+    def end(cause: str) -> None:
+        ended.append(cause)
+        has_ended.set()
+
+    watch = StepWatch(
+        "vLLM",
+        look_s=0.01,
+        held_s=2 * PATIENCE_S,
+        end=end,
+        warn=lambda _: named.set(),
+        clock=lambda: now_s[0],
+    )
+    with watch.watching():
+        pass
+    with watch.watching():
+        for _ in range(5):  # the watch may take one look for two leaps, and never none
+            away_s = watch._away_s
+            now_s[0] += 600.0
+            wait_until(lambda before=away_s: watch._away_s >= before + 590.0)
+        assert not named.is_set()
+        while not has_ended.is_set():  # time in which it looks every second does count
+            now_s[0] += 1.0
+            has_ended.wait(0.03)
+    assert named.is_set()
+    assert ended == ["vLLM: a step has not returned for 60 s"]
+    watch.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return as soon as the condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
