@@ -31,6 +31,8 @@ from tandem.runtime.failure import NodeFailure
 from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray_node import RayNode, address_here
 from tandem.runtime.token import (
+    FILE_WAIT_S,
+    is_of_user,
     is_proof,
     member_token,
     new_nonce,
@@ -106,8 +108,8 @@ def _lead(
 
 def _join(plan: ClusterPlan, platforms: Collection[Platform], *, token_file: Path) -> int:
     """Add this member's devices to the cluster until the run ends; return its exit code."""
-    with closing(MemberClient(plan)) as client:
-        token = client.greet(lambda: member_token(os.environ, token_file))
+    client, token = meet_head(plan, token_file)
+    with closing(client):
         message = client.receive()
         if "exit" in message:
             return _exit_code(message)
@@ -117,6 +119,32 @@ def _join(plan: ClusterPlan, platforms: Collection[Platform], *, token_file: Pat
         options = {"address": message["ray"], "node_ip_address": client.own_address, **resources}
         with closing(RayNode(options, role="member", token=token)) as node:
             return _wait_for_end(client, node)
+
+
+def meet_head(plan: ClusterPlan, token_file: Path) -> tuple[MemberClient, str]:
+    """Return the connection of a member to the head, and the token that both know.
+
+    A network file system may still show the token of an earlier head that was killed. The file is
+    therefore read again for some seconds if the head has another token.
+
+    Raises:
+        NodeFailure: the connection is lost.
+        UserError: the head does not answer, the two have different tokens, or this node has none.
+    """
+    deadline: float | None = None
+    while True:
+        client = MemberClient(plan)
+        deadline = deadline or time.monotonic() + FILE_WAIT_S  # from the first answer on
+        try:
+            return client, client.greet(lambda: member_token(os.environ, token_file))
+        except OtherTokenError:
+            client.close()
+            if is_of_user(os.environ) or time.monotonic() >= deadline:
+                raise
+        except BaseException:
+            client.close()
+            raise
+        time.sleep(_RETRY_S)
 
 
 def _wait_for_end(client: MemberClient, node: RayNode) -> int:
@@ -283,6 +311,10 @@ class HeadServer:
         return rank
 
 
+class OtherTokenError(UserError):
+    """The head has another token than this node."""
+
+
 class MemberClient:
     """A member's side: one connection to the head."""
 
@@ -305,14 +337,15 @@ class MemberClient:
 
         Raises:
             NodeFailure: the connection is lost.
-            UserError: the two have different tokens, or this node has none.
+            OtherTokenError: the two have different tokens.
+            UserError: this node has none.
         """
         nonce, own = str(self.receive().get("nonce", "")), new_nonce()
         token, rank = find_token(), self.plan.node_rank
         proof = prove(token, ("member", nonce, own, rank))
         _send(self.connection, {"rank": rank, "nonce": own, "proof": proof})
         if not is_proof(self.receive().get("proof"), token, statement=("head", nonce, own)):
-            raise UserError(
+            raise OtherTokenError(
                 "MASTER_ADDR",
                 self.plan.address,
                 rule="the run there has another token than this node",

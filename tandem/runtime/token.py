@@ -23,7 +23,7 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 _FILE_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 _MODE_VARIABLE = "RAY_AUTH_MODE"
 _NUM_BYTES = 32
-_FILE_WAIT_S = 10.0
+FILE_WAIT_S = 10.0
 """The time in which a network file system shows a new file to other nodes."""
 _POLL_S = 0.2
 
@@ -42,6 +42,11 @@ def own_token(environment: Mapping[str, str]) -> str:
     return _token_of_user(environment) or _random_token()
 
 
+def is_of_user(environment: Mapping[str, str]) -> bool:
+    """Return whether the user has set a token, so that no file is read."""
+    return bool(environment.get(TOKEN_VARIABLE) or environment.get(_FILE_VARIABLE))
+
+
 def member_token(environment: Mapping[str, str], file: Path) -> str:
     """Return the token of a member: the user's, else the one in the first node's file.
 
@@ -51,7 +56,7 @@ def member_token(environment: Mapping[str, str], file: Path) -> str:
     given = _token_of_user(environment)
     if given:
         return given
-    deadline = time.monotonic() + _FILE_WAIT_S
+    deadline = time.monotonic() + FILE_WAIT_S
     while True:
         try:
             return file.read_text()

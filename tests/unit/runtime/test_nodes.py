@@ -6,8 +6,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +162,33 @@ def test_member_with_another_token_is_refused_and_takes_no_rank() -> None:
     with pytest.raises(UserError, match="MASTER_ADDR=.*has another token than this node"):
         greeted(member_plan(plan, 1), "a guess")
     assert server.absent() == [1, 2]
+    server.close(0)
+
+
+def test_member_reads_the_file_again_while_it_shows_the_token_of_an_earlier_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    plan, file = head_plan(), tmp_path / "token"
+    server = HeadServer(plan, TOKEN)
+    server.announce("10.0.0.1:6379")
+    reads: list[str] = []
+
+    def read(environment: Mapping[str, str], path: Path) -> str:
+        reads.append("an old secret" if len(reads) < 2 else TOKEN)
+        return reads[-1]
+
+    monkeypatch.setattr(nodes, "member_token", read)
+    client, token = nodes.meet_head(member_plan(plan, 1), file)
+    assert (token, len(reads)) == (TOKEN, 3)
+    assert client.receive() == {"ray": "10.0.0.1:6379"}
+    client.close()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the user")
+    reads.clear()
+    with pytest.raises(UserError, match="another token"):
+        nodes.meet_head(member_plan(plan, 2), file)
+    assert len(reads) == 1, "the user's own token does not change"
     server.close(0)
 
 

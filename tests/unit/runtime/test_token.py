@@ -55,7 +55,7 @@ def test_all_clusters_of_a_process_have_one_token_that_its_other_children_do_not
 def test_files_that_cannot_be_used_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "_FILE_WAIT_S", 0.0)
+    monkeypatch.setattr(tokens, "FILE_WAIT_S", 0.0)
     with pytest.raises(UserError, match=r"RAY_AUTH_TOKEN_PATH='/none': cannot be read"):
         own_token({"RAY_AUTH_TOKEN_PATH": "/none"})
     file = token_file(tmp_path / "run")
