@@ -52,7 +52,6 @@ class StepWatch:
         slow_s: the least time after which a step that is not the first is named.
         end: ends the process.
         warn: names a step that is still waited for.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class StepWatch:
         slow_s: float = 8.0,
         end: Callable[[str], None] = end_process,
         warn: Callable[[str], None] = write_warning,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._least_s, self._first_s = least_s, first_s
         self._look_s, self._held_s = look_s, held_s
         self._slow_s = slow_s
-        self._end, self._warn, self._clock = end, warn, clock
+        self._end, self._warn = end, warn
+        self._clock: Callable[[], float] = time.monotonic
         self._away_s = 0.0
         self._arming = threading.Lock()
         self._durations_s: deque[float] = deque(maxlen=_NUM_STEPS)

@@ -94,8 +94,8 @@ def test_a_step_is_not_ended_for_the_time_in_which_the_process_was_suspended() -
         held_s=2 * PATIENCE_S,
         end=end,
         warn=lambda _: named.set(),
-        clock=lambda: now_s[0],
     )
+    watch._clock = lambda: now_s[0]
     with watch.watching():
         pass
     with watch.watching():
