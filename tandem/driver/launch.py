@@ -16,6 +16,7 @@ from tandem.api import EngineFailure, Runtime, WorkerGroup
 from tandem.comm.store import host_store, share_port
 from tandem.config.check.device_rules import require_division, require_whole_layers
 from tandem.config.check.expert_rules import require_recorded_scores
+from tandem.config.check.mcore_rules import require_megatron_core
 from tandem.config.check.platform_rules import platform_key
 from tandem.config.check.read_conditions import ONE_PROCESS
 from tandem.config.derived.pools import Placement
@@ -309,6 +310,8 @@ def fitted(
     layouts = site.placement.layouts
     known = {task: ModelSizes.of(others.get(task, model).hf_config) for task in layouts}
     require_division(site.config, site.placement, models=known)
+    trains = site.platforms[site.placement.pool_of("actor-train").name]
+    require_megatron_core(site.placement, platform=trains.name, runs_megatron=trains.runs_megatron)
     if model.decoder_config is None:
         require_whole_layers(site.config, site.placement, family=model.hf_config["model_type"])
     if isinstance(site.config, RunConfig):

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api import Scores
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
+from tandem.engines.megatron import use_megatron_layers
 from tandem.engines.pipeline import Pipeline, StageGroups
 from tandem.engines.shards import RankShardMap, regions_of_rank
 from tandem.engines.steps import recorded_routes, score, score_of
@@ -320,6 +321,9 @@ def open_fsdp_model(
         operators=operators,
         base_dtype=spec.compute,
     )
+    if spec.config.backend == "mcore":
+        assert isinstance(model, NativeModel), "models of transformers are refused before"
+        use_megatron_layers(model.decoder, model.layout)
     if frozen:
         model.module.requires_grad_(False)
     if isinstance(model, TransformersModel):

@@ -158,6 +158,7 @@ def _shares(
         size=layout.tensor_parallel,
         dtype=dtype,
         experts=Peers(place.expert, layout.expert_parallel),
+        groups_heads=layout.groups_heads,
     )
 
 

@@ -13,7 +13,7 @@ further; ``slices_of_rows`` returns the regions of such rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -171,7 +171,13 @@ def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
 
 
 def tensor_regions(
-    config: Architecture, *, rank: int, size: int, dtype: torch.dtype, experts: Peers = ALONE
+    config: Architecture,
+    *,
+    rank: int,
+    size: int,
+    dtype: torch.dtype,
+    experts: Peers = ALONE,
+    groups_heads: bool = False,
 ) -> dict[str, Regions]:
     """Return the regions of tensor-parallel process ``rank`` of ``size``, by parameter in order.
 
@@ -179,6 +185,8 @@ def tensor_regions(
         config: the configuration of the unsharded decoder, or the parameters of another model,
             which is not split.
         experts: the processes that divide the experts.
+        groups_heads: whether the local tensors have the queries of a key, the key and its value
+            after each other, as in Megatron.
     """
     if isinstance(config, PlainParameters):
         return {
@@ -196,6 +204,10 @@ def tensor_regions(
             held = shape[0] // experts.size
             regions[name] = (_narrow(whole, 0, start=experts.rank * held, count=held),)
             continue
+        if groups_heads and _kind(name)[0] == "qkv":
+            heads = _heads_by_group(config, rank=rank, size=size)
+            regions[name] = tuple(_narrow(whole, 0, start=x, count=n) for x, n in heads)
+            continue
         dimension = None if is_of_tower(name) else _CUT_DIMENSION.get(_kind(name))
         if config.norm_spans_heads and _kind(name)[0] in ("q_norm", "k_norm"):
             dimension = 0
@@ -208,6 +220,16 @@ def tensor_regions(
             for start, count in cuts
         )
     return regions
+
+
+def _heads_by_group(config: DecoderConfig, *, rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield first row and number of rows of each part of query, key and value in Megatron."""
+    heads, keys, width = config.num_heads, config.num_kv_heads, config.head_dim
+    queries = heads // keys
+    for key in range(rank * keys // size, (rank + 1) * keys // size):
+        yield key * queries * width, queries * width
+        yield (heads + key) * width, width
+        yield (heads + keys + key) * width, width
 
 
 def is_whole(regions: Regions) -> bool:

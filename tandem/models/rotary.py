@@ -97,7 +97,10 @@ class Rotary:
         # cos(-a) = cos(a) and sin(-a) = -sin(a): negated frequencies give the signs of rotate_half.
         self._signed_frequencies_E = torch.cat((-frequencies, frequencies))
         self._axis_E = None if config.axes is None else torch.tensor(config.axes * 2, device="cpu")
-        self._scale = _attention_factor(config.scaling)
+        self.frequencies = frequencies.repeat(2)
+        """The angle of one position, fp32 (E,), of each rotated dimension."""
+        self.scale = _attention_factor(config.scaling)
+        """The factor of cosines and sines."""
         self._max_positions = _max_positions(config.scaling)
 
     def require_length(self, num_tokens: int) -> None:
@@ -125,8 +128,8 @@ class Rotary:
             position_TE = position_ids_T[:, self._axis_E]
         angles_T1E = position_TE[:, None] * self._signed_frequencies_E
         cos_T1E, sin_T1E = angles_T1E.cos(), angles_T1E.sin()
-        if self._scale != 1.0:
-            cos_T1E, sin_T1E = cos_T1E * self._scale, sin_T1E * self._scale
+        if self.scale != 1.0:
+            cos_T1E, sin_T1E = cos_T1E * self.scale, sin_T1E * self.scale
         return cos_T1E.to(dtype), sin_T1E.to(dtype)
 
 

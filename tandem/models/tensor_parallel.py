@@ -48,7 +48,7 @@ def _connect(layer: DecoderLayer, peers: Peers) -> None:
             name, _parallel(getattr(layer, name), peers, cuts_inputs=name in ("o", "down"))
         )
     if layer.q_norm is not None and layer.k_norm is not None:
-        norm = _NormOverHeads if layer.norm_spans_heads else _NormOfHeads
+        norm = _NormOverHeads if layer.norm_spans_heads else NormOfHeads
         layer.register_module("q_norm", norm(layer.q_norm, peers))
         layer.register_module("k_norm", norm(layer.k_norm, peers))
 
@@ -128,7 +128,7 @@ class _AdaptedRowParallel(nn.Module):
         return y_TD if self.bias is None else y_TD + self.bias
 
 
-class _NormOfHeads(nn.Module):
+class NormOfHeads(nn.Module):
     """A norm that all heads share, applied to the heads of one process."""
 
     def __init__(self, norm: nn.RMSNorm, peers: Peers) -> None:

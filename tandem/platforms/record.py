@@ -60,6 +60,7 @@ class Platform:
         use_device: makes the device of an index that of the calling thread.
         device_uuid: returns the driver's id of the device of an index, or of the calling thread's
             device for None. The id does not depend on the index; "" if unknown.
+        runs_megatron: whether the layers of megatron-core, which name their device, run on it.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Platform:
     versions: Callable[[], Mapping[str, str]]
     use_device: Callable[[int], object]
     device_uuid: Callable[[int | None], str]
+    runs_megatron: bool = False
 
     def is_available(self) -> bool:
         """Return whether this process can use the platform."""
@@ -244,4 +246,5 @@ CUDA = Platform(
     versions=_cuda_versions,
     use_device=torch.cuda.set_device,
     device_uuid=partial(device_uuid, "cuda"),
+    runs_megatron=True,
 )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from tandem.config.check.expert_rules import expert_parallel_errors, require_built
+from tandem.config.check.mcore_rules import mcore_errors
 from tandem.config.check.platform_rules import platform_errors
 from tandem.config.check.stage_rules import stage_errors
 from tandem.config.derived.pools import (
@@ -266,7 +267,8 @@ def require_division(
         sizes = models.get(task)
         if sizes is None:
             continue
-        section = of_task.get(task, of_task["actor-train"]).section
+        model = of_task.get(task, of_task["actor-train"])
+        section = model.section
         divisions = division_errors(
             sizes.num_heads,
             sizes.num_kv_heads,
@@ -279,6 +281,7 @@ def require_division(
             divisions,
             expert_parallel_errors(layout, sizes, section=section),
             stage_errors(layout, sizes, section=section),
+            mcore_errors(layout, sizes, model=model),
         ):
             raise _as_written(error, config)
 
@@ -310,6 +313,11 @@ def require_whole_layers(
                 remedy = f"Use 1, or a model of {', '.join(NATIVE_FAMILIES)}."
                 error = UserError(f"{section}.{name}", size, rule=rule, remedy=remedy)
                 raise _as_written(error, config)
+        if layout.groups_heads:
+            rule = f"transformers computes models of type {family!r}"
+            key = f"{section}.backend"
+            error = UserError(key, "mcore", rule=rule, remedy=f"Set {key}=native.")
+            raise _as_written(error, config)
 
 
 def _as_written(error: UserError, config: RunConfig | SftConfig) -> UserError:

@@ -83,6 +83,7 @@ class RankLayout:
             compute the first one.
         first_stage_layers, last_stage_layers: the number of layers of these stages; None for an
             equal share of those that the others leave.
+        groups_heads: whether the heads of query, key and value lie by group, as in Megatron.
 
     Example:
         With 8 ranks, tensor_parallel 2 and sequence_parallel 2, two micro-batches are computed at
@@ -97,6 +98,7 @@ class RankLayout:
     pipeline_parallel: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    groups_heads: bool = False
 
     @property
     def ranks_per_stage(self) -> int:
@@ -281,6 +283,7 @@ def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
         pipeline_parallel=stages,
         first_stage_layers=config.num_layers_in_first_pipeline_stage,
         last_stage_layers=config.num_layers_in_last_pipeline_stage,
+        groups_heads=config.backend == "mcore",
     )
 
 

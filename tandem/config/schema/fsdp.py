@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.fields import SECTION, Dtype
@@ -81,4 +83,8 @@ class FsdpConfig(BaseModel):
         default=None,
         ge=1,
         description="Number of layers of the last stage. null: an equal share.",
+    )
+    backend: Literal["native", "mcore"] = Field(
+        default="native",
+        description="What computes the layers. native: tandem. mcore: megatron-core's own modules.",
     )

@@ -36,6 +36,7 @@ _SAME = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "dtype": "dtype",
+    "backend": "backend",
     **{f"{OVERRIDES}.{name}": name for name in _STAGE_KEYS},
 }
 """Key of Megatron -> key of FSDP with the same effect."""
@@ -125,6 +126,7 @@ _KEYS: Table = {
         "context_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "dtype": "auto",
+        "backend": "native",
         "load_weight": True,
         **{f"{OVERRIDES}.{name}": None for name in _STAGE_KEYS},
     }.items()},
@@ -159,7 +161,6 @@ _KEYS: Table = {
 }  # fmt: skip
 
 _REFUSED: Mapping[str, Unbuilt] = {
-    "backend": Unbuilt("megatron-core as training engine", ("native", None)),
     "expert_tensor_parallel_size": Unbuilt(
         "the division of an expert's matrices",
         (None, 1),

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.config.check import mcore_rules
 from tandem.config.check.device_rules import require_division
 from tandem.config.check.ignored_keys import ignored_keys, key_effects
+from tandem.config.check.mcore_rules import require_megatron_core
 from tandem.config.check.rules import check_run
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.keys import in_override_grammar, keys_of
@@ -27,6 +29,7 @@ SIZES = {
     "param_offload": True,
     "optimizer_offload": True,
     "dtype": "float32",
+    "backend": "mcore",
 }
 OVERRIDDEN = f"{ACTOR}.megatron.{OVERRIDES}"
 
@@ -49,7 +52,9 @@ def test_mo16_the_strategies_resolve_to_one_layout() -> None:
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_mo15_a_key_of_the_layout_is_read_with_its_strategy_only(spelling: str) -> None:
-    value = {"dtype": "float32", "load_weight": "False"}.get(spelling.rpartition(".")[2])
+    value = {"dtype": "float32", "load_weight": "False", "backend": "mcore"}.get(
+        spelling.rpartition(".")[2]
+    )
     value = value or ("True" if spelling.endswith("offload") else "2")
     read = load(STRATEGY, f"{spelling}={value}")
     assert read.set_keys[SPELLINGS[spelling]] == spelling and read.warnings == ()
@@ -120,7 +125,6 @@ REFUSED = [
     (f"+{OVERRIDDEN}.moe_aux_loss_coeff=0.001", "an auxiliary loss of routers is not built."),
     (f"{OVERRIDDEN}.account_for_loss_in_pipeline_split=True",
      "a split into stages that is not by numbers of layers is not built."),
-    (f"{ACTOR}.megatron.backend=mcore", "megatron-core as training engine is not built."),
     (f"{ACTOR}.megatron.tensor_parallel_size=2", "Did you mean"),
 ]  # fmt: skip
 
@@ -184,3 +188,46 @@ def test_mo15_sizes_that_do_not_divide_name_the_keys_that_were_written(words, te
         check_run(config)
         require_division(config, place_run(config), models={"actor-train": TINY})
     assert text in str(refused.value) and "fsdp_config" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "it trains on two devices or more"),
+        (
+            ("trainer.n_gpus_per_node=2", f"{ACTOR}.megatron.context_parallel_size=2"),
+            "context parallelism of Megatron needs Transformer Engine",
+        ),
+        (
+            ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=8"),
+            "adapters (LoRA) are not built for it",
+        ),
+        (
+            (
+                "trainer.n_gpus_per_node=2",
+                "actor_rollout_ref.model.recompute_granularity=pointwise",
+            ),
+            "it recomputes whole layers only",
+        ),
+    ],
+)
+def test_mo18_what_megatron_core_does_not_compute_is_one_line(words, text: str) -> None:
+    config = load(STRATEGY, f"{ACTOR}.megatron.backend=mcore", *words).config
+    with pytest.raises(UserError) as refused:
+        require_division(config, place_run(config), models={"actor-train": TINY})
+    message = str(refused.value)
+    assert text in message and "\n" not in message
+    assert message.startswith(f"{ACTOR}.megatron.backend='mcore': ")
+    assert message.endswith(f"Set {ACTOR}.megatron.backend=native.")
+
+
+def test_mo18_megatron_core_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (STRATEGY, f"{ACTOR}.megatron.backend=mcore", "trainer.n_gpus_per_node=2")
+    placement = place_run(load(*words).config)
+    monkeypatch.setattr(mcore_rules, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install 'megatron-core>=0.16'"):
+        require_megatron_core(placement, platform="any", runs_megatron=True)
+    with pytest.raises(UserError, match="the platform is cpu"):
+        require_megatron_core(placement, platform="cpu", runs_megatron=False)
+    one = place_run(load(words[-1]).config)
+    require_megatron_core(one, platform="cpu", runs_megatron=False)

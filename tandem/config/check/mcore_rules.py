@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules for layers that megatron-core computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from tandem.config.derived.pools import Placement, RankLayout
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.trained_model import ModelOfTask
+from tandem.errors import UserError
+
+_KEY = "actor_rollout_ref.actor.megatron.backend"
+_ENGINE = "of Megatron needs Transformer Engine, which tandem does not use"
+
+
+def mcore_errors(
+    layout: RankLayout, sizes: ModelSizes, *, model: ModelOfTask
+) -> Iterator[UserError]:
+    """Yield the errors in ``backend=mcore``."""
+    if not layout.groups_heads:
+        return
+    key = f"{model.section}.backend"
+    rules = {
+        "it trains on two devices or more": layout.num_ranks == 1,
+        f"a layer with experts {_ENGINE}": sizes.experts is not None,
+        f"context parallelism {_ENGINE}": layout.sequence_parallel > 1,
+        "models that see are not built for it": sizes.tower > 0,
+        "adapters (LoRA) are not built for it": model.config.trains_adapters,
+        "it recomputes whole layers only, by recompute_granularity=full": (
+            model.config.enable_gradient_checkpointing
+            and model.config.recompute_granularity != "full"
+        ),
+    }
+    for rule, is_broken in rules.items():
+        if is_broken:
+            yield UserError(key, "mcore", rule=rule, remedy=f"Set {key}=native.")
+
+
+def require_megatron_core(placement: Placement, *, platform: str, runs_megatron: bool) -> None:
+    """Raise UserError if a model needs megatron-core and this machine cannot compute with it.
+
+    Args:
+        platform: the name of the platform of the devices that train.
+        runs_megatron: whether they compute its layers.
+    """
+    if not any(layout.groups_heads for layout in placement.layouts.values()):
+        return
+    if not runs_megatron:
+        raise UserError(
+            _KEY,
+            "mcore",
+            rule=f"it computes on NVIDIA's devices only, and the platform is {platform}",
+            remedy=f"Set {_KEY}=native.",
+        )
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise UserError(
+            _KEY,
+            "mcore",
+            rule="megatron-core is not installed",
+            remedy=f"Run pip install 'megatron-core>=0.16', or set {_KEY}=native.",
+        )
