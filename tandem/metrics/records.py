@@ -137,12 +137,15 @@ def _spans(
     """Return the spans of the response in order; their tokens follow one another in ``tokens``.
 
     A drawn span has the versions that drew it, with the number of tokens of each. A given one has
-    the role of its first message and the seconds that the policy waited for it.
+    the role of its first message and the seconds that the policy waited for it. A span that does
+    not follow the one before it begins a branch, and has the index of the one that it follows; -1
+    is the prompt.
     """
     roles = _roles_of_answers(episode)
     spans: list[dict[str, Any]] = []
     num_drawn, begin = 0, 0
-    for span in trajectory.response_spans:
+    num_before = len(trajectory.spans) - len(trajectory.response_spans)
+    for number, span in enumerate(trajectory.response_spans):
         end = begin + len(span.token_ids)
         fields: dict[str, Any] = {"role": "assistant", "drawn": span.completion is not None}
         if span.completion is not None:
@@ -153,6 +156,9 @@ def _spans(
             fields["role"] = roles[answer] if answer < len(roles) else "given"
             if answer < len(episode.waits_s):
                 fields["wait_s"] = _rounded(episode.waits_s[answer])
+        parent = trajectory.parents[num_before + number] if trajectory.parents else None
+        if parent is not None and parent != num_before + number - 1:
+            fields["follows"] = max(parent - num_before, -1)
         spans.append({**fields, "num_tokens": end - begin, "text": "".join(tokens[begin:end])})
         begin = end
     return spans

@@ -192,14 +192,25 @@
   }
 
   // The turns of an episode, one below the other: what the policy drew, and what it was given.
+  // Branches of a conversation that forked have a mark between them, and their turns have numbers.
   function conversation(record) {
     const text = element("div", "text conversation");
+    const branches = record.spans.filter((span) => span.follows !== undefined).length;
     let begin = 0;
-    for (const span of record.spans) {
+    let branch = 1;
+    for (const [index, span] of record.spans.entries()) {
+      if (span.follows !== undefined) {
+        const forks = record.episode.forks;
+        const reason = forks.length === branches ? ` (${forks[branch - 1]})` : "";
+        const place = span.follows < 0 ? "the prompt" : `part ${span.follows + 1}`;
+        branch += 1;
+        element("div", "fork", text, `branch ${branch}: parts from the conversation after ${place}${reason}`);
+      }
+      const number = branches ? `${index + 1} \u00b7 ` : "";
       const end = begin + span.num_tokens;
       const turn = element("section", span.drawn ? "turn drawn" : "turn given", text);
       const wait = span.wait_s === undefined ? "" : `, after ${formatNumber(span.wait_s)} s`;
-      element("h4", "", turn, `${span.role} \u00b7 ${span.num_tokens} token${span.num_tokens === 1 ? "" : "s"}${wait}`);
+      element("h4", "", turn, `${number}${span.role} \u00b7 ${span.num_tokens} token${span.num_tokens === 1 ? "" : "s"}${wait}`);
       const body = element("pre", "", turn);
       addTokens(body, record, begin, Math.min(end, record.tokens.length));
       if (end > record.tokens.length) {

@@ -187,6 +187,23 @@ def test_a_record_of_an_episode_has_its_spans_with_roles_versions_and_seconds(tm
     }
 
 
+def test_the_first_span_of_a_branch_tells_what_it_follows(tmp_path):
+    recorder = _recorder(tmp_path, 1)
+    turns = [Completion(3, (n,), (-1.0,), FinishReason.STOP, 4) for n in (10, 12, 14)]
+    first, second, third = (Span(turn.token_ids, turn) for turn in turns)
+    spans = (Span((1, 2)), first, Span((11,)), second, Span((13,)), third)
+    episode = EpisodeRecord(EpisodeEnd.DONE, forks=("rendered",))
+    (group,) = _groups(1, 1)
+    for parent, follows in ((1, 0), (0, -1)):
+        forked = Trajectory(3, spans, episode, (-1, 0, 1, 2, parent, 4))
+        sample = replace(group.samples[0], trajectory=forked)
+        recorder.write(1, [replace(group, samples=(sample,))], advantages=[0.0])
+        record = read_records(tmp_path / ROLLOUTS_FILE)[-1]
+        told = [span.get("follows") for span in record["spans"]]
+        assert told == [None, None, None, follows, None]
+    recorder.close()
+
+
 def test_a_bounded_number_is_recorded_and_resume_repeats_it(tmp_path):
     groups = _groups(8, 4)
     for folder, runs in (("whole", [(1, 2, 3)]), ("resumed", [(1, 2, 3), (2, 3)])):
