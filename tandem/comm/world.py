@@ -33,6 +33,10 @@ class WorldPlace:
     timeout_s: float
 
 
+_SPLITTING = ("nccl", "xccl")
+"""The libraries whose groups torch splits, as it does for each mesh of a world with a device."""
+
+
 def world_backend(device_type: str, library: str) -> str:
     """Return the backend string of a world: ``library`` on the device, gloo on the host.
 
@@ -49,12 +53,12 @@ def join_world(store: Store, place: WorldPlace) -> None:
     Args:
         store: the driver's store. Worlds of different names share no keys.
     """
-    device = place.device
+    device, splits = place.device, place.library in _SPLITTING
     distributed.init_process_group(
         world_backend(device.type, place.library),
         store=PrefixStore(f"world/{place.name}", store),
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=place.timeout_s),
-        device_id=None if device.type == "cpu" else torch.device(device.type, device.index or 0),
+        device_id=torch.device(device.type, device.index or 0) if splits else None,
     )
