@@ -76,9 +76,11 @@ class _Reader(threading.Thread):
         self._last = last
 
     def run(self) -> None:
+        source = random.Random()
         while self.mixed is None and self._last not in self.versions:
             with self._link.gate.reading(10) as version:
                 seen = {float(value) for tensor in self._weights for value in tensor.unique()}
             if seen != {float(version)}:
                 self.mixed = (version, seen)
             self.versions.add(version)
+            time.sleep(source.random() * 5e-4)  # without pauses the writer hardly gets the GIL
