@@ -34,6 +34,34 @@ OF_OTHER_MACHINES = (
     "recorded with",
 )
 """How the reasons begin for which a test is skipped with ``--must-run`` too."""
+LONGEST = (
+    "distributed/test_ray.py",
+    "distributed/test_two_nodes.py",
+    "distributed/test_fsdp.py",
+    "distributed/test_sync.py",
+    "distributed/test_external_engine.py",
+    "distributed/test_async.py",
+    "distributed/test_async_commands.py",
+    "chaos/test_killed_runs.py",
+    "chaos/test_async_deaths.py",
+    "chaos/test_killed_workers.py",
+    "chaos/test_replaced_workers.py",
+    "distributed/test_torchrun.py",
+    "distributed/test_training.py",
+    "distributed/test_mixed_training.py",
+    "distributed/test_mixed_async.py",
+    "distributed/test_fsdp_checkpoints.py",
+    "distributed/test_stages.py",
+    "distributed/test_adapters.py",
+    "distributed/test_seeing_runs.py",
+    "distributed/test_reward_pool.py",
+    "e2e/",
+    "distributed/",
+    "chaos/",
+    "children/",
+)
+"""Files and folders that start first where processes share the files, the longest before others:
+a long file that starts last would be waited for alone."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
@@ -42,12 +70,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--must-run", action="store_true", help="fail tests that would be skipped")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Without an accelerator kernels are interpreted; triton reads this once, when imported."""
     import torch
 
+    # pytest-xdist would start the files with the most tests first, which are the quickest.
+    config.option.loadscopereorder = False
     if not torch.accelerator.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first, in a process that shares them with others."""
+    if hasattr(config, "workerinput"):
+        root = Path(__file__).parent
+        items.sort(key=lambda item: _place(item.path.relative_to(root).as_posix()))
+
+
+def _place(file: str) -> int:
+    """Return the number of the first entry of ``LONGEST`` that a file is or stands in."""
+    fits = (number for number, start in enumerate(LONGEST) if file.startswith(start))
+    return next(fits, len(LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)
