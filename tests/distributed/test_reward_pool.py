@@ -21,7 +21,7 @@ from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.scoring import RewardSpec
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 from tests.fakes.killing import kill_next_children
-from tests.fakes.patience import PATIENCE_S
+from tests.fakes.patience import LIMIT_S, PATIENCE_S
 
 UNRULY = """
 import asyncio, os, signal, subprocess, sys, time
@@ -57,17 +57,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         print("from the reward")
     return float(len(solution_str))
 
+met = []
+
 async def concurrent(data_source, solution_str, ground_truth, extra_info):
     word, _, rest = solution_str.partition(" ")
     if word == "wait":
         await asyncio.sleep(float(rest))
+        return 1.0
+    if word == "meet":
+        met.append(word)
+        while len(met) < int(rest):
+            await asyncio.sleep(0.01)
         return 1.0
     while word == "until" and not os.path.exists(rest):
         await asyncio.sleep(0.01)
     return compute_score(data_source, solution_str, ground_truth, extra_info)
 """
 DETAILS = {
-    "hang": (RewardStatus.TIMEOUT, "no result within 0.5 s"),
+    "hang": (RewardStatus.TIMEOUT, "no result within 1.5 s"),
     "exit": (RewardStatus.ERROR, "process ended with exit code 3"),
     "segfault": (RewardStatus.ERROR, "process killed by SIGSEGV"),
     "quit": (RewardStatus.ERROR, "SystemExit: 1 (unruly.py:14)"),
@@ -173,7 +180,7 @@ def test_concurrent_callers_get_their_own_outcomes(spec: RewardSpec):
 
 @pytest.mark.parametrize("word", sorted(DETAILS))
 def test_only_the_offender_fails(spec: RewardSpec, word: str):
-    outcomes = score_all(spec, ["x"] * 5 + [word] + ["xx"] * 5, limits(1, deadline_s=0.5))
+    outcomes = score_all(spec, ["x"] * 5 + [word] + ["xx"] * 5, limits(1, deadline_s=1.5))
     offender = outcomes.pop(5)
     assert (offender.status, offender.detail) == DETAILS[word]
     assert [outcome.score for outcome in outcomes] == [1.0] * 5 + [2.0] * 5
@@ -182,7 +189,7 @@ def test_only_the_offender_fails(spec: RewardSpec, word: str):
 def test_a_tenth_of_failures_mixed(spec: RewardSpec):
     words = ["hang", "exit", "raise", "nan", "segfault", "quit"]
     solutions = [words[i // 10] if i % 10 == 7 else "x" * i for i in range(60)]
-    outcomes = score_all(spec, solutions, limits(deadline_s=0.5))
+    outcomes = score_all(spec, solutions, limits(deadline_s=1.5))
     for i, (solution, outcome) in enumerate(zip(solutions, outcomes, strict=True)):
         if i % 10 == 7:
             assert (outcome.status, outcome.detail) == DETAILS[solution]
@@ -208,10 +215,10 @@ def test_a_slow_reward_within_the_deadline_of_a_busy_loop(spec: RewardSpec):
         await pool.start()
         scoring = asyncio.create_task(pool.score([request("sleep 0.1")] * 6))
         await asyncio.sleep(0.05)
-        time.sleep(0.55)  # noqa: ASYNC251
+        time.sleep(1.6)  # noqa: ASYNC251
         return await scoring
 
-    outcomes = in_pool(spec, limits(1, deadline_s=0.5), work)
+    outcomes = in_pool(spec, limits(1, deadline_s=1.5), work)
     assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 6
 
 
@@ -219,18 +226,17 @@ def test_the_deadline_starts_anew_for_each_call(spec: RewardSpec):
     async def work(pool: RewardPool) -> list[RewardOutcome]:
         outcomes = []
         for _ in range(3):
-            outcomes += await pool.score([request("sleep 0.25")])
+            outcomes += await pool.score([request("sleep 0.6")])
         return outcomes
 
-    outcomes = in_pool(spec, limits(1, deadline_s=0.5), work)
+    outcomes = in_pool(spec, limits(1, deadline_s=1.5), work)
     assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 3
 
 
 def test_coroutine_functions_wait_together(concurrent_spec: RewardSpec):
-    started_s = time.monotonic()
-    outcomes = score_all(concurrent_spec, ["wait 0.2"] * 40, limits(1))
+    """Each ends only when all have begun."""
+    outcomes = score_all(concurrent_spec, ["meet 40"] * 40, limits(1, deadline_s=LIMIT_S))
     assert [outcome.score for outcome in outcomes] == [1.0] * 40
-    assert time.monotonic() - started_s < 4  # 8 s one after the other
 
 
 def test_a_coroutine_function_takes_a_call_while_another_waits(
@@ -287,8 +293,8 @@ def test_trials_are_made_until_one_has_a_value(spec: RewardSpec):
 
 
 def test_coroutine_that_waits_too_long_times_out_alone(concurrent_spec: RewardSpec):
-    solutions = ["wait 0.01", "wait 60", "wait 0.02"]
-    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.5))
+    solutions = ["wait 0.01", "wait 600", "wait 0.02"]
+    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=1.5))
     assert [outcome.score for outcome in (outcomes[0], outcomes[2])] == [1.0, 1.0]
     assert (outcomes[1].status, outcomes[1].detail) == DETAILS["hang"]
 
@@ -296,7 +302,7 @@ def test_coroutine_that_waits_too_long_times_out_alone(concurrent_spec: RewardSp
 @pytest.mark.parametrize("word", ["exit", "hang", "raise"])
 def test_offender_among_coroutines_is_found(concurrent_spec: RewardSpec, word: str):
     solutions = ["wait 0.05"] * 2 + [word] + ["wait 0.05"]
-    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.2))
+    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=1.5))
     offender = outcomes.pop(2)
     assert offender.status is DETAILS[word][0]
     assert [outcome.score for outcome in outcomes] == [1.0] * 3
@@ -412,15 +418,20 @@ def test_file_that_ends_its_process_while_it_is_imported(tmp_path: Path):
 
 
 def test_many_small_calls_are_cheap():
+    """No process starts for them, and this one computes little for each."""
+
     async def work(pool: RewardPool) -> float:
         rows = [RewardRequest("openai/gsm8k", "#### 7", "7", {}, 5)] * 8
         await asyncio.gather(*(pool.score(rows) for _ in range(32)))
-        started_s = time.perf_counter()
+        processes = {*psutil.Process().children()}
+        started_s = time.process_time()
         for _ in range(5):
             await asyncio.gather(*(pool.score(rows) for _ in range(32)))
-        return (time.perf_counter() - started_s) / 5
+        took_s = time.process_time() - started_s
+        assert {*psutil.Process().children()} <= processes
+        return took_s / 5
 
-    # About 6 ms on an idle machine; one process start each would take seconds.
+    # About 6 ms; a wait by polling, or a look at all calls for each of them, would take longer.
     assert in_pool(RewardSpec(), limits(), work) < 0.2
 
 
