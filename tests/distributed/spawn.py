@@ -28,6 +28,8 @@ import torch.distributed as dist
 from tandem.comm.store import connect_store
 
 HOST = "127.0.0.1"
+DEADLINE_S = 600.0
+"""A correct function ends in seconds, and in minutes on a busy machine."""
 _LEAVE_S = 5.0
 """How long a process whose result has arrived may take to end before it is killed."""
 
@@ -40,7 +42,7 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = DEADLINE_S,
     joined: bool = True,
 ) -> list[Any]:
     """What ``function(rank, size, store_port, *args)`` returns on each of ``size`` ranks.
@@ -93,7 +95,7 @@ def fork_until(key: str, store_port: int, function: Callable[[], None]) -> int:
     child = os.fork()
     if not child:
         try:
-            connect_store(HOST, store_port, timeout_s=120).wait([key])
+            connect_store(HOST, store_port, timeout_s=DEADLINE_S).wait([key])
             function()
         finally:
             os._exit(1)

@@ -81,7 +81,7 @@ def _train_all(
 def test_l7_l8_two_ranks_train_what_one_device_trains(cases: list[Case], tmp_path: Path) -> None:
     for number in range(len(cases)):
         (tmp_path / str(number)).mkdir()
-    ranks = run_ranks(_train_all, 2, cases, tmp_path, timeout_s=400)
+    ranks = run_ranks(_train_all, 2, cases, tmp_path)
     for number, case in enumerate(cases):
         outcomes = [rank[number][0] for rank in ranks]
         _check(case, outcomes)
@@ -144,7 +144,7 @@ def test_l9_two_ranks_continue_what_one_device_began(cases: list[Case], tmp_path
     train_single(engine, case, num_steps=2)
     engine.save(tmp_path)
     begun = {name: weight.clone() for name, weight in weights.items()}
-    ranks = run_ranks(_continue, 2, case, tmp_path, timeout_s=400)
+    ranks = run_ranks(_continue, 2, case, tmp_path)
     loaded = assembled(part for rank in ranks for part in rank[0].parts)
     assert all(torch.equal(loaded[name], begun[name]) for name in begun)
     train_single(engine, case, num_steps=2)

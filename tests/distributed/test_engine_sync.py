@@ -31,6 +31,7 @@ from tests.distributed.training import (
     open_engine,
     train_rank,
 )
+from tests.fakes.patience import LIMIT_S
 from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 from tests.unit.weight_sync.layouts import CPU, place, settings
 
@@ -75,10 +76,12 @@ def _train_and_send(
     rank: int, size: int, store_port: int, links: Sequence[_Link]
 ) -> dict[int, Parts]:
     """What this rank held when it sent, or what it has received, by the number of the link."""
-    store = connect_store(HOST, store_port, timeout_s=60)
+    store = connect_store(HOST, store_port, timeout_s=LIMIT_S)
     trains = rank < NUM_TRAINERS
     if trains:
-        join_world(store, WorldPlace("trainers", rank, NUM_TRAINERS, CPU, "gloo", timeout_s=60))
+        join_world(
+            store, WorldPlace("trainers", rank, NUM_TRAINERS, CPU, "gloo", timeout_s=LIMIT_S)
+        )
     take_part = _send if trains else _receive
     parts = {
         number: take_part(rank, store, link=link, name=f"link {number}")
@@ -124,7 +127,7 @@ def test_16_what_a_sharded_engine_trained_arrives_bit_by_bit(tmp_path: Path) -> 
     for family in families:
         write_hf((NATIVE | EXPERTS)[family](), tmp_path / family)
     links = _links({family: tmp_path / family for family in families})
-    ranks = run_ranks(_train_and_send, NUM_TRAINERS + 2, links, joined=False, timeout_s=180)
+    ranks = run_ranks(_train_and_send, NUM_TRAINERS + 2, links, joined=False)
     for number, link in enumerate(links):
         trained = assembled(part for rank in ranks[:NUM_TRAINERS] for part in rank[number])
         model = open_part(

@@ -135,7 +135,7 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
         # The norms of queries and keys are over the heads of both ranks.
         Case(with_experts["olmoe"], ADAMW, config={"tensor_model_parallel_size": 2}),
     ]
-    by_rank = run_ranks(train_all, 2, cases, timeout_s=240)
+    by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         check_outcomes(case, ranks)
 

@@ -23,6 +23,7 @@ from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.handshake import LinkPlace
 from tandem.weight_sync.link import WeightLink, open_link
 from tests.distributed.spawn import HOST, run_ranks
+from tests.fakes.patience import LIMIT_S, PATIENCE_S
 from tests.unit.weight_sync.faulty_group import faulty
 from tests.unit.weight_sync.layouts import held, receiving, sending, settings
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 PLATFORMS = ("npu", "musa", "musa", "cpu")
 RELAY, BEHIND = 1, 2
-TIMEOUT_S = 20.0
+TIMEOUT_S = LIMIT_S
 """A lost connection is noticed sooner."""
 SHAPE, BUCKET, NUM_MESSAGES = (64, 16), 256, 16
 BUCKET_OF_DEATH = 3
@@ -56,7 +57,7 @@ class _End:
         slices = [held("w", self.weights, whole=SHAPE, offset=(0, 0))]
         self.is_trainer = rank == 0
         self.link: WeightLink = open_link(
-            connect_store(HOST, store_port, timeout_s=40),
+            connect_store(HOST, store_port, timeout_s=LIMIT_S),
             LinkPlace(
                 name,
                 rank,
@@ -89,7 +90,7 @@ def _drill(rank: int, size: int, store_port: int, victim: int) -> tuple[str, flo
         if not child:
             _die_in_a_bucket(rank, store_port)
         os.waitpid(child, 0)
-        connect_store(HOST, store_port, timeout_s=40).wait(["replace"])
+        connect_store(HOST, store_port, timeout_s=LIMIT_S).wait(["replace"])
         successor = _End(rank, store_port, name="weights again")
         successor.transfer(3)
         assert successor.holds(3)
@@ -107,7 +108,7 @@ def _drill(rank: int, size: int, store_port: int, victim: int) -> tuple[str, flo
             end.link.gate.reading(1),
         ):
             pass
-    connect_store(HOST, store_port, timeout_s=40).set("replace", "")
+    connect_store(HOST, store_port, timeout_s=LIMIT_S).set("replace", "")
     successor = _End(rank, store_port, name="weights again")
     successor.transfer(3)
     assert successor.holds(3)
@@ -133,8 +134,8 @@ def _die_in_a_bucket(rank: int, store_port: int) -> None:
 def test_a12_a_killed_rollout_ends_the_transfer_everywhere_and_can_be_replaced(
     victim: int,
 ) -> None:
-    told = run_ranks(_drill, len(PLATFORMS), victim, joined=False, timeout_s=100)
+    told = run_ranks(_drill, len(PLATFORMS), victim, joined=False)
     said = [words for rank, (words, _) in enumerate(told) if rank != victim]
     assert said[0].endswith(f"no answer from rank {victim}")
     assert said == [said[0]] * (len(PLATFORMS) - 1)
-    assert max(took_s for _, took_s in told) < TIMEOUT_S
+    assert max(took_s for _, took_s in told) < PATIENCE_S

@@ -36,6 +36,7 @@ from tandem.weight_sync.link import open_link
 from tandem.weight_sync.transport_choice import TransportKind
 from tandem.workers.linking import stream_handle
 from tests.distributed.spawn import HOST, run_ranks
+from tests.fakes.patience import LIMIT_S
 from tests.unit.weight_sync.layouts import held, receiving, sending, settings
 
 pytestmark = pytest.mark.usefixtures("doubles", "flagcx_stub")
@@ -200,11 +201,13 @@ def transfer(rank: int, size: int, store_port: int, ends: Ends) -> dict[str, Any
     platform = real_or_double(name)
     device = torch.device("cpu") if platform is CPU else torch.device(name, rank % 2)
     platform.use_device(rank % 2)
-    store = connect_store(HOST, store_port, timeout_s=40)
+    store = connect_store(HOST, store_port, timeout_s=LIMIT_S)
     num_trainers = ends.platforms.count(ends.platforms[0])
     is_trainer = rank < num_trainers
     if is_trainer:
-        world = WorldPlace("train", rank, num_trainers, device, platform.collectives, timeout_s=40)
+        world = WorldPlace(
+            "train", rank, num_trainers, device, platform.collectives, timeout_s=LIMIT_S
+        )
         join_world(store, world)
     slices = _sharded(device) if is_trainer else _rooms(device)
     recorder = Recorder(ends.platforms, form_group)
@@ -251,7 +254,7 @@ def check(told: list[dict[str, Any]], num_links: int) -> None:
 
 def test_a8_every_parameter_arrives_and_crosses_to_each_vendor_once() -> None:
     buckets = (MIB, 100_003)
-    told = run_ranks(transfer, 5, Ends(buckets=buckets), joined=False, timeout_s=150)
+    told = run_ranks(transfer, 5, Ends(buckets=buckets), joined=False)
     check(told, len(buckets))
     num_bytes = sum(p.numel() * 4 for p in _module().parameters())
     num_bytes += sum(t.numel() * t.element_size() for t in _others().values())
@@ -265,7 +268,7 @@ def test_a8_every_parameter_arrives_and_crosses_to_each_vendor_once() -> None:
 
 
 def test_a8_weights_cross_while_the_devices_go_on() -> None:
-    told = run_ranks(transfer, 5, Ends(staged=True), joined=False, timeout_s=100)
+    told = run_ranks(transfer, 5, Ends(staged=True), joined=False)
     check(told, 1)
     groups = {names for one in told for names, _ in one["broadcasts"]}
     assert groups == {("npu", "musa"), ("npu", "cpu"), ("musa", "musa")}
@@ -275,14 +278,14 @@ def test_a8_weights_cross_while_the_devices_go_on() -> None:
 def test_a9_weights_cross_by_flagcx_where_it_is_asked_for(abi: Abi) -> None:
     vendors = Ends().platforms[:4]
     ends = Ends(vendors, abi=abi, transport=TransportKind.FLAGCX)
-    told = run_ranks(transfer, 4, ends, joined=False, timeout_s=100)
+    told = run_ranks(transfer, 4, ends, joined=False)
     check(told, 1)
     assert not [one["broadcasts"] for one in told if one["broadcasts"]], "all are FlagCX's"
 
 
 def test_a9_one_sender_of_its_vendor_goes_through_the_hosts_though_flagcx_is_there() -> None:
     ends = Ends(Ends().platforms[:4], abi=Abi.DEVICE_HANDLE)
-    told = run_ranks(transfer, 4, ends, joined=False, timeout_s=100)
+    told = run_ranks(transfer, 4, ends, joined=False)
     check(told, 1)
     groups = {names for one in told for names, _ in one["broadcasts"]}
     assert groups == {("npu", "musa"), ("musa", "musa")}
@@ -300,7 +303,7 @@ def _lonely(rank: int, size: int, store_port: int) -> str:
     slices = [held("w", torch.ones(4, device=device), whole=(4,), offset=(0,))]
     with pytest.raises(Exception, match="link lonely: ") as caught:
         open_link(
-            connect_store(HOST, store_port, timeout_s=30),
+            connect_store(HOST, store_port, timeout_s=LIMIT_S),
             LinkPlace("lonely", rank, 3, f"{name} {rank}", device, platform),
             tensors=receiving(slices) if rank else sending(slices),
             settings=settings(MIB, MIB, timeout_s=2.0),

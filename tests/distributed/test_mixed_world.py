@@ -17,6 +17,7 @@ from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
 from tandem.testing.doubles import become, make_backend
 from tests.distributed.spawn import HOST, run_ranks
+from tests.fakes.patience import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
@@ -25,8 +26,8 @@ def _devices_of_one_vendor(rank: int, size: int, store_port: int) -> dict[str, A
     become("musa")
     device = torch.device("musa", rank)
     torch.get_device_module(device).set_device(device)
-    store = connect_store(HOST, store_port, timeout_s=30)
-    join_world(store, WorldPlace("train", rank, size, device, "mccl", timeout_s=20))
+    store = connect_store(HOST, store_port, timeout_s=LIMIT_S)
+    join_world(store, WorldPlace("train", rank, size, device, "mccl", timeout_s=LIMIT_S))
     group = distributed.new_group([0, 1])
     assert isinstance(group, distributed.ProcessGroup)
     totals: list[float] = []
@@ -81,7 +82,7 @@ def _standalone(rank: int, size: int, store_port: int) -> list[int]:
     del size
     name = ("musa", "musa", "npu")[rank]
     device = _become_with_flagcx(name)
-    store: Store = connect_store(HOST, store_port, timeout_s=30)
+    store: Store = connect_store(HOST, store_port, timeout_s=LIMIT_S)
     received: list[int] = []
     for library, members in (("mccl", (0, 1)), ("flagcx", (0, 1, 2))):
         if rank not in members:

@@ -135,4 +135,4 @@ def test_results_and_gradients_equal_those_of_the_whole_model(tmp_path: Path) ->
     for case, folder in folders.items():
         write_hf(NATIVE[case](), folder)
     num_batches = len(BATCHES) + len(FAMILIES) - 1
-    assert run_ranks(_check_equal, 4, folders, timeout_s=120) == [4 * num_batches] * 4
+    assert run_ranks(_check_equal, 4, folders) == [4 * num_batches] * 4

@@ -22,6 +22,7 @@ from tandem.comm.store import connect_store
 from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.link import WeightLink, open_link
 from tests.distributed.spawn import HOST, fork_until, run_ranks
+from tests.fakes.patience import LIMIT_S, PATIENCE_S
 from tests.unit.weight_sync.faulty_group import faulty
 from tests.unit.weight_sync.layouts import MODES, cut, place, receiving, sending, settings
 
@@ -30,7 +31,7 @@ NUM_MESSAGES = 16
 NUM_STEPS = 20
 """The last message arrives only after more steps than that: if a transfer held them up, it would
 not end."""
-TIMEOUT_S = 30.0
+TIMEOUT_S = LIMIT_S
 """A lost connection is noticed sooner."""
 DELAY_S = 0.02
 """Of each message of a slow network."""
@@ -53,7 +54,7 @@ def _three_processes(rank: int, size: int, store_port: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """What became of it in each process."""
-    return run_ranks(_three_processes, 3, joined=False, timeout_s=120)
+    return run_ranks(_three_processes, 3, joined=False)
 
 
 def _open(
@@ -69,7 +70,7 @@ def _open(
     weight = torch.zeros(64, 16)
     slices = cut({"w": weight}, (1, 1), rank=0)
     link = open_link(
-        connect_store(HOST, store_port, timeout_s=20),
+        connect_store(HOST, store_port, timeout_s=LIMIT_S),
         place(rank, 3, name=f"{name} {mode}"),
         tensors=receiving(slices) if rank else sending(slices),
         settings=settings(256, 256, timeout_s=TIMEOUT_S, **mode),
@@ -80,7 +81,7 @@ def _open(
 
 def _forward(link: WeightLink, weight: Tensor) -> int:
     """The version that was read, which is the only one."""
-    with link.gate.reading(1) as version:
+    with link.gate.reading(TIMEOUT_S) as version:
         product = weight @ torch.ones(16)
         assert product.unique().tolist() == [16.0 * version]
     return version
@@ -157,7 +158,7 @@ def _lose(
     """
     name = f"without {lost}"
     if rank == lost:
-        connect_store(HOST, store_port, timeout_s=20).set(f"begin {rank} {mode}", "")
+        connect_store(HOST, store_port, timeout_s=LIMIT_S).set(f"begin {rank} {mode}", "")
         os.waitpid(children[BESIDE.index(mode)], 0)
         return "", 0.0
     link, weight = _open(rank, store_port, mode, name=name)
@@ -199,6 +200,6 @@ def test_21_who_dies_while_weights_move_is_named_to_all_others(
 ) -> None:
     survivors = [result[who][number] for rank, result in enumerate(results) if rank != lost]
     for error, duration_s in survivors:
-        assert duration_s < TIMEOUT_S
+        assert duration_s < PATIENCE_S
         assert error == survivors[0][0]
         assert error.endswith(f"no answer from rank {lost}")
