@@ -27,12 +27,15 @@ from typing import Any
 
 import torch
 from measure import copy_rate, describe, matmul_rate, tell
+from PIL import Image
 from processes import children_end, start
 from shapes import (
     EOS_ID,
     PAD_ID,
     PEAK_FLOPS,
+    PIXELS,
     SHAPES,
+    VISION_IDS,
     WORKLOADS,
     Shape,
     Workload,
@@ -51,16 +54,23 @@ from tandem.models.operators import operators_for
 from tandem.models.weights import save_hf_folder
 from tandem.platforms.select import select_platform
 
-MODELS = {**SHAPES, "tiny": Shape(64, 256, 2, 4, 2, 16, 512, True)}
+MODELS = {
+    **SHAPES,
+    "tiny": Shape(64, 256, 2, 4, 2, 16, 512, True),
+    "tiny-vl": Shape(256, 256, 2, 2, 2, 128, 512, True, sees=True),
+}
 TASKS = {
     **WORKLOADS,
     "tiny": Workload(4, 4, 8, 8),
     "tiny-T": Workload(4, 4, 8, 64, mean_response=16),
+    "tiny-V": Workload(4, 4, 8 + 4 + 2, 8, picture=(56, 56)),
 }
 """The tiny ones measure nothing: they try the script where there is no accelerator."""
 
 NUM_BATCHES = 16
 """Of prompts in the file; longer runs draw them again."""
+NUM_PICTURE_BATCHES = 4
+"""Likewise, of prompts with pictures."""
 
 PAD, END = "<pad>", "<end>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -91,7 +101,7 @@ def prepare(folder: Path, model_name: str, *, workload_name: str) -> Path:
     content = {"model": model.name, "end_id": EOS_ID, **asdict(workload)}
     if not holds(task / "task.json", content):
         task.mkdir(exist_ok=True)
-        write_prompts(task / "prompts.jsonl", workload, vocabulary=shape.vocabulary)
+        write_prompts(task, workload, vocabulary=shape.vocabulary)
         (task / "reward.py").write_text(REWARD)
         write_json(task / "task.json", content)
     return task
@@ -124,11 +134,13 @@ def write_model(folder: Path, shape: Shape, *, mean_response: int | None) -> Non
         torch.accelerator.empty_cache()
     write_tokenizer(folder, shape.vocabulary)
     write_json(folder / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
+    if shape.sees:
+        write_json(folder / "preprocessor_config.json", PIXELS)
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
     """A word is the number of its token: as many tokens as words, and every token has a text."""
-    words = {PAD_ID: PAD, EOS_ID: END}
+    words = {PAD_ID: PAD, EOS_ID: END, **{number: text for text, number in VISION_IDS.items()}}
     tokenizer = Tokenizer(WordLevel({words.get(i, str(i)): i for i in range(vocabulary)}, PAD))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words.values()])
@@ -143,18 +155,28 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def write_prompts(path: Path, workload: Workload, *, vocabulary: int) -> None:
-    """Random prompts of exactly the workload's length in verl's schema."""
+def write_prompts(task: Path, workload: Workload, *, vocabulary: int) -> None:
+    """Random prompts of exactly the workload's length in verl's schema, with a picture each or
+    without.
+    """
     rng = random.Random(0)
-    with path.open("w") as lines:
-        for index in range(NUM_BATCHES * workload.prompts):
-            tokens = rng.choices(range(EOS_ID + 1, vocabulary), k=workload.prompt)
-            row = {
+    first = 1 + max(EOS_ID, *VISION_IDS.values())
+    num_batches = NUM_BATCHES if workload.picture is None else NUM_PICTURE_BATCHES
+    with (task / "prompts.jsonl").open("w") as lines:
+        for index in range(num_batches * workload.prompts):
+            words = " ".join(map(str, rng.choices(range(first, vocabulary), k=workload.words)))
+            row: dict[str, Any] = {
                 "data_source": "random",
-                "prompt": [{"role": "user", "content": " ".join(map(str, tokens))}],
+                "prompt": [{"role": "user", "content": words}],
                 "reward_model": {"style": "rule", "ground_truth": ""},
                 "extra_info": {"index": index},
             }
+            if workload.picture is not None:
+                path = task / f"{index}.png"
+                noise = rng.randbytes(16 * 16 * 3)
+                Image.frombytes("RGB", (16, 16), noise).resize(workload.picture).save(path)
+                row["prompt"][0]["content"] = f"<image>{words}"
+                row["images"] = [{"path": str(path)}]
             lines.write(json.dumps(row) + "\n")
 
 

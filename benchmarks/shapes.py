@@ -25,12 +25,41 @@ ADAM_BYTES_PER_PARAMETER = 30
 """fp32 weight, gradient and moments, and the bf16 copy of the weight: read or written once each."""
 
 
+TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+"""The vision tower of all sizes of Qwen2.5-VL."""
+PIXELS = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+}
+VISION_IDS = {
+    "<|vision_start|>": 258,
+    "<|image_pad|>": 259,
+    "<|vision_end|>": 260,
+}
+_VISION_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+TOKEN_SIDE = 28
+"""The side of a token of Qwen2.5-VL in pixels: two by two patches."""
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2.5 model, or of a Qwen3 model with experts.
+    """Sizes of a Qwen2.5 model, of a Qwen3 model with experts, or of a Qwen2.5-VL model.
 
     ``inner`` is the width of the feed-forward, or of one expert. ``chosen`` of ``experts`` compute
-    a token.
+    a token. ``sees``: the model has a vision tower.
     """
 
     hidden: int
@@ -43,6 +72,7 @@ class Shape:
     tied: bool
     experts: int = 0
     chosen: int = 0
+    sees: bool = False
 
     def decoder_config(self) -> DecoderConfig:
         """The decoder of this shape."""
@@ -85,7 +115,22 @@ class Shape:
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
-        return config
+        return self._with_tower(config) if self.sees else config
+
+    def _with_tower(self, text: dict[str, object]) -> dict[str, object]:
+        """Return the ``config.json`` of Qwen2.5-VL with this text decoder."""
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+        return {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            "text_config": {**text, "rope_parameters": rope},
+            "vision_config": {**TOWER, "out_hidden_size": self.hidden},
+            "tie_word_embeddings": self.tied,
+            "eos_token_id": EOS_ID,
+            "pad_token_id": PAD_ID,
+            "dtype": text["torch_dtype"],
+            **dict(zip(_VISION_KEYS, VISION_IDS.values(), strict=True)),
+        }
 
     def layer_parameters_of(self, experts: float) -> float:
         """Parameters of the layers' matrices that so many experts of each layer take part in."""
@@ -144,18 +189,56 @@ SHAPES = {
     "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8, 128, 152064, False),
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, 151936, False, experts=128, chosen=8),
     "olmoe-7b": Shape(2048, 1024, 16, 16, 16, 128, 50304, False, experts=64, chosen=8),
+    "qwen2.5-vl-3b": Shape(2048, 11008, 36, 16, 2, 128, 151936, True, sees=True),
+    "qwen2.5-vl-7b": Shape(3584, 18944, 28, 28, 4, 128, 152064, False, sees=True),
 }
+
+
+def tower_flops(patches: int, *, of_pictures: int) -> float:
+    """Return the operations of one forward pass of ``TOWER`` over pictures of equal size.
+
+    Args:
+        patches: the number of patches of all pictures together.
+        of_pictures: the number of pictures.
+    """
+    width, layers = TOWER["hidden_size"], TOWER["depth"]
+    window = (TOWER["window_size"] // TOWER["patch_size"]) ** 2
+    num_full = len(TOWER["fullatt_block_indexes"])
+    matrices = layers * width * (4 * width + 3 * TOWER["intermediate_size"])
+    keys = num_full * patches / of_pictures + (layers - num_full) * window
+    return patches * (2 * matrices + 4 * width * keys)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``mean_response``: of geometric lengths up to ``response``; None for all of that length."""
+    """``prompt`` counts the tokens of the picture, if there is one, and two marks around it.
+
+    ``mean_response``: of geometric lengths up to ``response``; None for all of that length.
+    ``picture``: its sides in pixels, width first.
+    """
 
     prompts: int
     samples: int
     prompt: int
     response: int
     mean_response: int | None = None
+    picture: tuple[int, int] | None = None
+
+    @property
+    def picture_tokens(self) -> int:
+        """Tokens of a prompt's picture, as Qwen2.5-VL counts them."""
+        width, height = self.picture or (0, 0)
+        return round(width / TOKEN_SIDE) * round(height / TOKEN_SIDE)
+
+    @property
+    def words(self) -> int:
+        """Tokens of a prompt that are of text."""
+        return self.prompt - (self.picture_tokens + 2 if self.picture else 0)
+
+    def tower_pass_flops(self) -> float:
+        """Operations of a forward pass of the tower over the pictures of all prompts."""
+        patches = 4 * self.picture_tokens * self.prompts
+        return tower_flops(patches, of_pictures=self.prompts) if self.picture else 0.0
 
     @property
     def sequences(self) -> int:
@@ -176,6 +259,8 @@ WORKLOADS = {
     "L": Workload(64, 16, 128, 4096, mean_response=512),
     "R8": Workload(32, 4, 512, 8192),
     "R32": Workload(16, 2, 512, 32768),
+    "V": Workload(64, 8, 128 + 999 + 2, 512, picture=(1024, 768)),
+    "G": Workload(64, 5, 128 + 391 + 2, 512, picture=(640, 480)),
 }
 
 
@@ -196,6 +281,7 @@ def generation_floor_s(
 ) -> float:
     """Prompts once, then every position at the slower of computing and reading."""
     prefill = 2 * shape.active_layer_parameters * workload.prompts * workload.prompt
+    prefill += workload.tower_pass_flops()
     steps = decode_steps(shape, workload)
     return prefill / flops + sum(max(work / flops, moved / bandwidth) for work, moved in steps)
 
@@ -204,13 +290,15 @@ def update_flops(shape: Shape, workload: Workload, *, shared: bool, frozen: bool
     """Forward and backward of a whole batch.
 
     Args:
-        shared: every prompt is computed once, not once a sample.
-        frozen: adapters are trained, whose own products are not counted.
+        shared: every prompt is computed once, not once a sample. Pictures are counted once a
+            prompt in either case.
+        frozen: adapters are trained, whose own products are not counted. The tower is frozen too
+            and computed forward only.
     """
     rows, prompt = workload.going_on(), workload.prompt
     num_prompts = workload.prompts if shared else workload.sequences
     pairs = sum(count * (prompt + position) for position, count in enumerate(rows))
-    return shape.train_flops(
+    return (1 if frozen else 3) * workload.tower_pass_flops() + shape.train_flops(
         round(sum(rows) + num_prompts * prompt),
         round(sum(rows)),
         key_pairs=round(pairs + num_prompts * prompt**2 / 2),

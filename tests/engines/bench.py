@@ -20,7 +20,8 @@ from tandem.api import RolloutEngine
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
-from tandem.platforms.record import CPU
+from tandem.models.operators import operators_for
+from tandem.platforms.record import CPU, Platform
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.testing.contracts.rollout import EngineBench
@@ -92,17 +93,23 @@ def write_model(folder: Path, family: str, **settings: Any) -> Path:
     return folder
 
 
-def open_spec(folder: Path, **keys: Any) -> EngineSpec:
+def open_spec(
+    folder: Path, *, platform: Platform = CPU, dtype: torch.dtype = torch.float32, **keys: Any
+) -> EngineSpec:
     """Return the spec of an engine over the model in ``folder``.
 
     Args:
+        platform: where model and engine are.
+        dtype: the precision of the model.
         keys: keys of ``actor_rollout_ref.rollout`` besides those of all tests.
     """
-    model = open_model(str(folder), dtype=torch.float32, device="cpu")
+    operators = operators_for(platform)
+    device = platform.device_type
+    model = open_model(str(folder), dtype=dtype, device=device, operators=operators)
     model.module.requires_grad_(False)
     few = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "seed": 3}
     config = RolloutConfig.model_validate(few | keys)
-    return EngineSpec(model, folder, config, EOS, CPU)
+    return EngineSpec(model, folder, config, EOS, platform)
 
 
 @contextmanager
