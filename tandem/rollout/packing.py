@@ -51,7 +51,7 @@ def pack(
     Args:
         prefix_starts: the index of each run's prefix (positions 0..start-1) among the existing
             keys; ignored for a run that begins at 0.
-        pictures: the pictures whose tokens are in runs, which then begin at 0.
+        pictures: the pictures whose tokens are in runs; such runs begin at 0.
         shifts: how much the pictures before each run shift its positions; None: by nothing.
     """
     length_S, start_S = torch.tensor([len(run) for run in runs]), torch.tensor(starts)
@@ -60,12 +60,16 @@ def pack(
     prefix_start_S = torch.tensor(prefix_starts) + stop_S[-1]
     token_T = torch.from_numpy(np.concatenate([np.array(run, dtype=np.int64) for run in runs]))
     position_T = torch.arange(len(token_T)) + (start_S - first_S).repeat_interleave(length_S)
-    if shifts is not None:
-        position_T += torch.tensor(shifts).repeat_interleave(length_S)
     segments = Segments(first_S, length_S, prefix_start_S, start_S)
     view = None
-    if pictures:
-        sight = see(token_T, position_T, segments=segments, pictures=pictures)
+    if shifts is None:
+        shifts = [0] * len(runs)
+    if not pictures:
+        position_T += torch.tensor(shifts).repeat_interleave(length_S)
+    else:
+        sight = see(
+            token_T, position_T, segments=segments, pictures=pictures, prefix_shift_S=shifts
+        )
         token_T, position_T, view = sight.token_ids_T, sight.position_T3, view_of(sight, device)
     last_S = upload(stop_S - 1, device)
     return Packed(upload(token_T, device), upload(position_T, device), last_S, segments, view)

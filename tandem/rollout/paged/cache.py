@@ -82,12 +82,13 @@ class PageStore:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """The device's state of each row: ``numbers`` is int64 (R, 9), ``settings`` fp32 (R, 2).
+    """The device's state of each row: ``numbers`` is int64 (R, 10), ``settings`` fp32 (R, 2).
 
-    Fields of ``numbers``: the token to be fed next and its position, how many tokens may still be
-    drawn, whether the row runs, how many tokens this window has drawn, whether an end token ends
-    it, top-k, the key of its random stream, and how many numbers of that stream earlier windows
-    used. Fields of ``settings``: temperature (0 is greedy) and top-p.
+    Fields of ``numbers``: the token to be fed next and its index in the sequence, how many tokens
+    may still be drawn, whether the row runs, how many tokens this window has drawn, whether an end
+    token ends it, top-k, the key of its random stream, how many numbers of that stream earlier
+    windows used, and what the pictures of the prompt add to an index to make a position (0 without
+    pictures). Fields of ``settings``: temperature (0 is greedy) and top-p.
     """
 
     numbers: Tensor
@@ -102,7 +103,8 @@ class RowState:
     TOP_K: ClassVar[int] = 6
     STREAM_KEY: ClassVar[int] = 7
     NUM_DRAWN: ClassVar[int] = 8
-    NUM_FIELDS: ClassVar[int] = 9
+    SHIFT: ClassVar[int] = 9
+    NUM_FIELDS: ClassVar[int] = 10
 
     @classmethod
     def allocate(cls, num_rows: int, device: torch.device) -> RowState:

@@ -25,6 +25,7 @@ from tandem.api import Capacity, EngineFacts
 from tandem.models.decoder import Decoder
 from tandem.models.operators import upload
 from tandem.models.quantized import QuantizedDecoder
+from tandem.pictures import total_shift
 from tandem.platforms.capture import Capturer
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
@@ -334,7 +335,11 @@ class PagedRolloutEngine:
         )
         packed = attention.packed
         compute = self._quantized or self._decoder
-        h_TD = compute(packed.token_T, packed.position_T, attention)
+        if packed.view is not None:
+            token_T, position_T = packed.token_T, packed.position_T
+            h_TD = self._decoder(token_T, position_T, attention, view=packed.view)
+        else:
+            h_TD = compute(packed.token_T, packed.position_T, attention)
         store.copy_tails([copy for entry in entries for copy in entry.tail_copies])
         self.num_prefilled_tokens += len(h_TD)
         return h_TD.index_select(0, packed.last_S)
@@ -392,12 +397,12 @@ class PagedRolloutEngine:
 def _numbers(row: Running) -> tuple[int, ...]:
     """Return the fields of ``RowState.numbers``, with 0 for the stream's key.
 
-    An entering row's position is that of its last context token. The first draw advances it.
+    An entering row's index is that of its last context token. The first draw advances it.
     """
     newest = row.token_ids[-1] if row.token_ids else 0
     ignore_eos, top_k = int(row.sampling.ignore_eos), max(0, row.sampling.top_k)
-    position, drawn = row.num_tokens - 1, len(row.token_ids)
-    return (newest, position, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn)
+    index, drawn, shift = row.num_tokens - 1, len(row.token_ids), total_shift(row.pictures)
+    return (newest, index, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn, shift)
 
 
 def _is_filtered(row: Running) -> bool:

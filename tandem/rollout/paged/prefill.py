@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.operators import MakeAttention, upload
+from tandem.pictures import total_shift
 from tandem.rollout.packing import pack
 from tandem.rollout.paged.cache import PageStore
 from tandem.rollout.paged.scheduler import Run
@@ -43,6 +44,8 @@ class PrefillAttention:
             [run.start for run in runs],
             prefix_starts=[prefixes.get(_prefix(run), 0) for run in runs],
             device=device,
+            pictures=[picture for run in runs if run.start == 0 for picture in run.pictures],
+            shifts=[total_shift(run.pictures) if run.start > 0 else 0 for run in runs],
         )
         self._attention = make_attention(self.packed.segments, device)
         self._layers = store.layers

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.errors import UserError
+from tandem.pictures import Picture
 from tandem.rollout.order import put_behind_older
 from tandem.rollout.packing import cost_of, in_passes
 from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
@@ -36,7 +37,8 @@ class Running:
         pages: the pages that it owns, in order.
         holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
-        first_index, continues: as in ``GenerationRequest``.
+        first_index, continues, pictures: as in ``GenerationRequest``. A sample with pictures
+            leaves no pages for further turns.
     """
 
     sample_id: int
@@ -51,6 +53,7 @@ class Running:
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     first_index: int = 0
     continues: bool = False
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_remaining(self) -> int:
@@ -88,12 +91,14 @@ class Run:
         pages: the pages of the whole sequence, which take their keys.
         prefix_pages: the pages of positions 0..start-1. They are already filled, or a run of the
             same pass that begins at 0 fills them.
+        pictures: the pictures of the sequence. None of them has tokens both before and in a run.
     """
 
     token_ids: TokenIds
     start: int
     pages: tuple[int, ...]
     prefix_pages: tuple[int, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def cost(self) -> int:
@@ -192,7 +197,8 @@ class PagedScheduler:
                 self._page_tokens,
                 holders=holders,
                 first_index=request.first_index,
-                continues=request.continues,
+                continues=request.continues and not request.pictures,
+                pictures=request.pictures,
             )
             for sample_id in request.sample_ids
         )
@@ -385,12 +391,14 @@ def _has_begun(unit: tuple[Running, ...]) -> bool:
 def _next_run(sequence: Running) -> Run:
     """Return the run after which the next token of a waiting sequence can be drawn."""
     prompt, response = sequence.prompt_ids, tuple(sequence.token_ids)
-    if not sequence.holders:
-        return Run((*prompt, *response), 0, ())
+    pictures = sequence.pictures
+    ends_in_picture = bool(pictures) and prompt[-1] in pictures[-1].token_ids
+    if not sequence.holders or (ends_in_picture and not response):
+        return Run((*prompt, *response), 0, (), pictures=pictures)
     # The last token of a cached prompt is recomputed for its logits. If it fills a page, its key
     # there is overwritten with one that differs only by rounding or by newer weights.
     run, start = (response, len(prompt)) if response else (prompt[-1:], len(prompt) - 1)
-    return Run(run, start, (), _prompt_pages(sequence.holders[0]))
+    return Run(run, start, (), _prompt_pages(sequence.holders[0]), pictures)
 
 
 def _further_run(sequence: Running, parked: Parked) -> Run:
@@ -401,14 +409,15 @@ def _further_run(sequence: Running, parked: Parked) -> Run:
 
 def _prompt_again(group: Sequence[Running]) -> Entry:
     first = group[0]
-    run = Run(first.prompt_ids, 0, tuple(first.pages))
+    run = Run(first.prompt_ids, 0, tuple(first.pages), pictures=first.pictures)
     return Entry(run, tuple(group), _tail_copies(first, group))
 
 
 def _response_again(row: Running) -> Entry:
     run = tuple(row.token_ids[:-1])
     start = len(row.prompt_ids)
-    return Entry(Run(run, start, tuple(row.pages), _prompt_pages(row.holders[0])), (row,))
+    prefix_pages = _prompt_pages(row.holders[0])
+    return Entry(Run(run, start, tuple(row.pages), prefix_pages, row.pictures), (row,))
 
 
 def _prompt_pages(sequence: Running) -> tuple[int, ...]:

@@ -71,8 +71,12 @@ class _Buffers:
         """Compute one token for each row."""
         size = len(rows.table_BN)
         divide_pages(rows)
-        token_B = self.state.numbers[:size, RowState.TOKEN]
-        h_BD = self.compute(token_B, rows.position_B, _PageAttention(store, rows))
+        numbers = self.state.numbers[:size]
+        position_B = rows.position_B
+        if self.decoder.tower is not None:
+            position_B = position_B + numbers[:, RowState.SHIFT]
+        attention = _PageAttention(store, rows)
+        h_BD = self.compute(numbers[:, RowState.TOKEN], position_B, attention)
         logits_BV = self.logits(h_BD)
         draw_next(
             logits_BV,
