@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,19 @@ class Draw:
     logp_B: Tensor
 
 
+class DrawRows(Protocol):
+    """A function that draws one token per row, each by its own rule; ``draw_rows`` is one."""
+
+    def __call__(
+        self,
+        logits_BV: Tensor,
+        uniform_B: Tensor,
+        *,
+        rules: Sequence[DrawRule],
+        forced: Mapping[int, int],
+    ) -> Draw: ...
+
+
 def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw:
     """Draw one token per row. ``uniform_B`` is fp32 in [0, 1); a greedy draw ignores it."""
     logits_BV = logits_BV.float()
@@ -61,7 +75,7 @@ def draw_rows(
     uniform_B: Tensor,
     *,
     rules: Sequence[DrawRule],
-    forced: Mapping[int, int] | None = None,
+    forced: Mapping[int, int],
 ) -> Draw:
     """Draw one token per row, each by its own rule.
 
@@ -77,10 +91,19 @@ def draw_rows(
             index_C = index_C.to(logits_BV.device)
             part = draw_tokens(logits_BV[index_C], uniform_B[index_C], rule=rule)
             draw.token_B[index_C], draw.logp_B[index_C] = part.token_B, part.logp_B
-    for row, token in (forced or {}).items():
+    force(draw, logits_BV, forced=forced)
+    return draw
+
+
+def force(draw: Draw, logits_BV: Tensor, *, forced: Mapping[int, int]) -> None:
+    """Put other tokens in place of drawn ones, with their unscaled log-probs.
+
+    Args:
+        forced: row -> its token.
+    """
+    for row, token in forced.items():
         draw.token_B[row] = token
         draw.logp_B[row] = torch.log_softmax(logits_BV[row].float(), -1)[token]
-    return draw
 
 
 def _invert(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "async_scheduling": False,  # each token has the version that was in use when it was drawn
         "disable_log_stats": config.disable_log_stats,
     }
+    if on_device:
+        # vLLM asks for as much free memory when it starts, although the cache has a fixed size.
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if config.cudagraph_capture_sizes is not None:
         arguments["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
     return arguments | passed_arguments(config.engine_kwargs.vllm)

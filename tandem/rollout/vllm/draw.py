@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.rollout.keyed_random import uniforms
-from tandem.rollout.sampler import DrawRule, draw_rows
+from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.vllm.library import of_vllm
 from tandem.types import TokenIds
 
@@ -57,10 +57,11 @@ class Stream:
 
 
 class Rows:
-    """The streams of the rows of vLLM's batch."""
+    """The streams of the rows of vLLM's batch, whose tokens ``draw_rows`` draws."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, draw_rows: DrawRows) -> None:
         self._device = device
+        self._draw_rows = draw_rows
         self._rows: dict[int, Stream] = {}
 
     def add(self, index: int, stream: Stream | None, *, token_ids: Sequence[int]) -> None:
@@ -110,7 +111,7 @@ class Rows:
         }
         uniform_B = uniforms(keys_B, position_B1)[:, 0]
         rules = [row.rule for row in rows]
-        draw = draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
+        draw = self._draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
         logps = draw.logp_B.tolist()
         for row, position, logp in zip(rows, positions, logps, strict=True):
             row.log_probs[position:] = [logp]
@@ -119,11 +120,14 @@ class Rows:
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
 
 
-def processor_class(stream_of: Callable[[Any], Stream | None]) -> type:
+def processor_class(
+    stream_of: Callable[[Any], Stream | None], *, draw_rows: DrawRows = draw_rows
+) -> type:
     """Return the class of a logits processor for vLLM that draws the tokens of streams.
 
     Args:
         stream_of: returns the stream of a request by its sampling parameters; None: vLLM draws.
+        draw_rows: draws the tokens of a step.
     """
     base = of_vllm("v1.sample.logits_processor", "LogitsProcessor")
     moves = of_vllm("v1.sample.logits_processor", "MoveDirectionality")
@@ -132,7 +136,7 @@ def processor_class(stream_of: Callable[[Any], Stream | None]) -> type:
         """A logits processor that leaves only the token of the keyed draw."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-            self._rows = Rows(device)
+            self._rows = Rows(device, draw_rows)
 
         def is_argmax_invariant(self) -> bool:
             """Return False: the likeliest token changes."""

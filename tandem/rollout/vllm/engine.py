@@ -27,7 +27,7 @@ from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.keyed_random import stream_keys
-from tandem.rollout.sampler import DrawRule
+from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
@@ -311,9 +311,12 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
 
 def _start(spec: EngineSpec, streams: dict[str, Stream], *, executor: type) -> Any:
     """Return vLLM's engine, whose logits processor draws for ``streams``."""
+    processor = processor_class(
+        lambda params: streams[params.extra_args["stream"]], draw_rows=_draw_rows(spec)
+    )
     arguments = of_vllm("", "EngineArgs")(
         **engine_arguments(spec),
-        logits_processors=[processor_class(lambda params: streams[params.extra_args["stream"]])],
+        logits_processors=[processor],
         distributed_executor_backend=executor,
     )
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
@@ -323,6 +326,15 @@ def _start(spec: EngineSpec, streams: dict[str, Stream], *, executor: type) -> A
     return of_vllm("v1.engine.llm_engine", "LLMEngine")(
         vllm_config, executor, log_stats=not spec.config.disable_log_stats, multiprocess_mode=False
     )
+
+
+def _draw_rows(spec: EngineSpec) -> DrawRows:
+    """Return the draw for the device of the engine."""
+    if spec.platform.kernels == "triton":
+        from tandem.rollout.paged.kernels import sampling
+
+        return sampling.draw_rows
+    return draw_rows
 
 
 def first_line(error: Exception) -> str:

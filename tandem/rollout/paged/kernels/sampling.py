@@ -13,18 +13,50 @@ Shapes: B rows, L rows of logits, V vocabulary, C chunks, W tokens of a window.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.models.operators import upload
 from tandem.rollout.paged.cache import RowState, Window
+from tandem.rollout.sampler import Draw, DrawRule, force
 
 CHUNK = 2048
 _FILTER_BLOCK = 8192
 _FILTER_ROUNDS = 32
 _LOWEST = -0x7F800001
 """The ordered value of minus infinity."""
+
+
+def draw_rows(
+    logits_BV: Tensor,
+    uniform_B: Tensor,
+    *,
+    rules: Sequence[DrawRule],
+    forced: Mapping[int, int],
+) -> Draw:
+    """Draw one token per row, each by its own rule, as ``sampler.draw_rows`` does."""
+    num_rows, device = len(rules), logits_BV.device
+    numbers = torch.zeros((num_rows, RowState.NUM_FIELDS), dtype=torch.int64)
+    numbers[:, RowState.ACTIVE] = 1
+    numbers[:, RowState.TOP_K] = torch.tensor([max(0, rule.top_k) for rule in rules])
+    settings = torch.tensor([(rule.temperature, rule.top_p) for rule in rules])
+    window = Window.allocate(num_rows, 1, eos_ids=(), device=device)
+    window.uniform_BW[:, 0] = uniform_B
+    logits_BV = logits_BV.contiguous()  # a padded vocabulary may have been cut off
+    draw_next(
+        logits_BV,
+        RowState(upload(numbers, device), upload(settings, device)),
+        window=window,
+        filtered=any(rule.top_k > 0 or rule.top_p < 1 for rule in rules),
+        logits_row_B=torch.arange(num_rows, dtype=torch.int32, device=device),
+    )
+    draw = Draw(window.token_BW[:, 0], window.logp_BW[:, 0])
+    force(draw, logits_BV, forced=forced)
+    return draw
 
 
 def draw_next(

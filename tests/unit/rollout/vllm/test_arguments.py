@@ -75,5 +75,7 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     weights = sum(weight.nbytes for weight in spec.model.module.parameters())
     found = arguments(spec, gpu_memory_utilization=0.25, free_cache_engine=True)
     assert found["kv_cache_memory_bytes"] == 2_500_000 - weights
+    assert found["gpu_memory_utilization"] == 0.25, "vLLM's own 0.92 may not be free"
+    assert "gpu_memory_utilization" not in engine_arguments(replace(spec, platform=CPU))
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
     assert not arguments(spec)["enable_sleep_mode"]

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.rollout.paged.cache import RowState, Window
-from tandem.rollout.paged.kernels.sampling import CHUNK, draw_next
+from tandem.rollout.paged.kernels.sampling import CHUNK, draw_next, draw_rows
 from tandem.rollout.sampler import DrawRule, draw_tokens
 
 EOS = (3, 7)
@@ -55,8 +55,8 @@ def _draw(
 
 def _check(logits_BV: Tensor, uniform_B: Tensor, *, rules: Sequence[DrawRule]) -> Tensor:
     """Each row as the sampler of CPUs draws it; returns the tokens."""
-    filtered = any(rule.top_k > 0 or rule.top_p < 1 for rule in rules)
-    token_B, logp_B = _draw(logits_BV, uniform_B, rules=rules, filtered=filtered)
+    draw = draw_rows(logits_BV, uniform_B, rules=rules, forced={})
+    token_B, logp_B = draw.token_B, draw.logp_B
     for row, rule in enumerate(rules):
         expected = draw_tokens(logits_BV[row : row + 1], uniform_B[row : row + 1], rule=rule)
         assert int(token_B[row]) == int(expected.token_B), (row, rule)
@@ -86,6 +86,16 @@ def test_vocabularies_of_any_size(vocabulary: int, device: torch.device) -> None
     uniform_B = torch.tensor([0.02, 0.5, 0.0, 0.97, LARGEST], device=device)
     token_B = _check(torch.randn(5, vocabulary, device=device), uniform_B, rules=rules)
     assert len(set(token_B.tolist())) > 3 or vocabulary == 1
+
+
+def test_logits_of_a_padded_vocabulary_and_a_token_that_is_forced(device: torch.device) -> None:
+    logits_BV = torch.randn(3, 64, device=device)[:, :50]
+    uniform_B = torch.rand(3, device=device)
+    _check(logits_BV, uniform_B, rules=[PLAIN, GREEDY, PLAIN])
+    draw = draw_rows(logits_BV, uniform_B, rules=[GREEDY] * 3, forced={1: 7})
+    assert int(draw.token_B[1]) == 7
+    expected = torch.log_softmax(logits_BV[1], -1)[7]
+    torch.testing.assert_close(draw.logp_B[1], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_filters_across_chunks(device: torch.device) -> None:
