@@ -311,7 +311,12 @@ def fitted(
     known = {task: ModelSizes.of(others.get(task, model).hf_config) for task in layouts}
     require_division(site.config, site.placement, models=known)
     trains = site.platforms[site.placement.pool_of("actor-train").name]
-    require_megatron_core(site.placement, platform=trains.name, runs_megatron=trains.runs_megatron)
+    require_megatron_core(
+        site.placement,
+        platform=trains.name,
+        runs_megatron=trains.runs_megatron,
+        adaptor=trains.megatron_adaptor,
+    )
     if model.decoder_config is None:
         require_whole_layers(site.config, site.placement, family=model.hf_config["model_type"])
     if isinstance(site.config, RunConfig):

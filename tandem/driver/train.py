@@ -296,6 +296,7 @@ def _sizes_of(config: DecoderConfig, *, adapters: Adapters | None) -> ModelSizes
         vocabulary=config.vocab_size,
         tied=config.tie_embeddings,
         experts=config.experts,
+        latent=config.latent,
     )
     if adapters is None:
         return sizes

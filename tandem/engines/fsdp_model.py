@@ -60,6 +60,8 @@ class FsdpSpec:
         stored: the precision of the trained weights, their gradients and the optimizer. The frozen
             base of adapters has that of the passes.
         compute: the precision of the forward and backward pass.
+        megatron_adaptor: the package that lets megatron-core compute on the device; "" if it does
+            by itself.
     """
 
     config: FsdpConfig
@@ -68,6 +70,7 @@ class FsdpSpec:
     device: torch.device
     stored: torch.dtype
     compute: torch.dtype
+    megatron_adaptor: str = ""
 
 
 class FsdpModel:
@@ -323,7 +326,7 @@ def open_fsdp_model(
     )
     if spec.config.backend == "mcore":
         assert isinstance(model, NativeModel), "models of transformers are refused before"
-        use_megatron_layers(model.decoder, model.layout)
+        use_megatron_layers(model.decoder, model.layout, adaptor=spec.megatron_adaptor)
     if frozen:
         model.module.requires_grad_(False)
     if isinstance(model, TransformersModel):

@@ -12,6 +12,7 @@ Shapes: T packed tokens, S tokens of the longest row, B rows, D hidden, E head d
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import replace
 from importlib import import_module
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.engines.mindspeed import adapt_megatron
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer, Recompute, Stream
 from tandem.models.operators import Angles, Attention, Operators
@@ -117,8 +119,11 @@ class MegatronLayer(nn.Module):
         return attention.pack(y_SBD).to(x_TD.dtype), None
 
 
-def use_megatron_layers(decoder: Decoder, layout: ParallelLayout) -> None:
+def use_megatron_layers(decoder: Decoder, layout: ParallelLayout, *, adaptor: str = "") -> None:
     """Replace the layers of a decoder on the meta device. Collective over the default world.
+
+    Args:
+        adaptor: the package that lets megatron-core compute on the device; "" if it does by itself.
 
     Raises:
         UserError: megatron-core's own modules do not compute the model.
@@ -126,6 +131,7 @@ def use_megatron_layers(decoder: Decoder, layout: ParallelLayout) -> None:
     config = decoder.config
     if (
         config.experts is not None
+        or config.latent is not None
         or config.vision is not None
         or config.adapters is not None
         or config.o_bias
@@ -141,7 +147,7 @@ def use_megatron_layers(decoder: Decoder, layout: ParallelLayout) -> None:
             remedy="Set it to native.",
         )
     size = layout.tensor.size
-    _join_groups(size)
+    _join_groups(size, adaptor=adaptor)
     # The decoder's config has this rank's heads; Megatron divides those of the whole model.
     settings = _settings(config, size)
     with torch.device("meta"):
@@ -154,8 +160,10 @@ def use_megatron_layers(decoder: Decoder, layout: ParallelLayout) -> None:
     decoder.operators = replace(decoder.operators, packed_attention=PaddedRows)
 
 
-def _join_groups(tensor: int) -> None:
-    """Form Megatron's groups, of which a process has one set."""
+def _join_groups(tensor: int, *, adaptor: str) -> None:
+    """Let the adaptor work, and form Megatron's groups, of which a process has one set."""
+    if adaptor and f"{adaptor}.megatron_adaptor" not in sys.modules:
+        adapt_megatron(adaptor)
     parallel_state = _core("parallel_state")
     if parallel_state.is_initialized():
         formed = parallel_state.get_tensor_model_parallel_world_size()
@@ -171,7 +179,9 @@ def _join_groups(tensor: int) -> None:
     assert world is not None, "a rank of a pool has joined its world"
     timeout = world._get_backend(torch.device("cpu")).options._timeout
     parallel_state.initialize_model_parallel(
-        tensor, distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60))
+        tensor,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
     )
     random = _core("tensor_parallel.random")
     random.model_parallel_cuda_manual_seed(0)  # its attention forks a generator, and draws nothing

@@ -24,9 +24,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tandem.config.derived.experts import ExpertConfig
+from tandem.config.derived.latent import LatentConfig
 from tandem.config.derived.vision import VisionConfig
 from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
 from tandem.models.experts import Experts, is_fixed
+from tandem.models.latent_attention import LatentProjections
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
 from tandem.models.routing import Routing
@@ -78,6 +80,14 @@ class DecoderConfig:
     """The experts; None for a dense decoder."""
     norm_spans_heads: bool = field(default=False, repr=False)
     """Whether the norms of queries and keys are over all heads together, as in OLMoE."""
+    latent: LatentConfig | None = field(default=None, repr=False)
+    """The sizes of latent attention, which has as many key/value heads as heads; None for ordinary
+    attention."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimension of the vectors of which ``rope`` rotates a share."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
     def freezes_tower(self) -> bool:
@@ -159,16 +169,26 @@ class DecoderLayer(nn.Module):
         self.qk_split = (heads, kv_heads)
         self.head_shape = (heads + 2 * kv_heads, head_dim)
         self.attention_norm = nn.RMSNorm(hidden, eps=eps)
-        self.qkv = linear(
-            f"layers.{index}.qkv", num_inputs=hidden, widths=widths, bias=config.qkv_bias
-        )
+        latent = config.latent
+        if latent is None:
+            self.qkv = linear(
+                f"layers.{index}.qkv", num_inputs=hidden, widths=widths, bias=config.qkv_bias
+            )
+        else:
+            self.qkv = LatentProjections(
+                latent, hidden=hidden, num_heads=heads, has_bias=config.qkv_bias
+            )
         self.norm_spans_heads = config.norm_spans_heads
-        self.num_rotated = config.rope.num_rotated(head_dim)
+        self.num_rotated = config.rope.num_rotated(config.rotary_dim)
+        self.value_dim = head_dim if latent is None else latent.value
         q_width, k_width = widths[:2] if config.norm_spans_heads else (head_dim, head_dim)
         self.q_norm = nn.RMSNorm(q_width, eps=eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(k_width, eps=eps) if config.qk_norm else None
         self.o = linear(
-            f"layers.{index}.o", num_inputs=widths[0], widths=(hidden,), bias=config.o_bias
+            f"layers.{index}.o",
+            num_inputs=heads * self.value_dim,
+            widths=(hidden,),
+            bias=config.o_bias,
         )
         self.mlp_norm = nn.RMSNorm(hidden, eps=eps)
         experts = config.experts_at(index)
@@ -236,7 +256,10 @@ class DecoderLayer(nn.Module):
         else:
             qk_TME = operators.rotate(qk_TME, angles)
         q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
-        return self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
+        o_THE = attention(self.index, q_THE, k_TKE, v_TKE)
+        if self.value_dim < self.head_shape[1]:
+            o_THE = o_THE[..., : self.value_dim]
+        return self.o(o_THE.flatten(1))
 
     def _feed_forward(self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators) -> Stream:
         gate_up_T2F, x_TD = self._into_gate(x_TD, o_TD, operators=operators)
@@ -275,7 +298,7 @@ class Decoder(nn.Module):
         self.operators = operators
         self.recompute: Recompute = "nothing"
         self.stage: Stage | None = None
-        self.rotary = Rotary(config.rope, config.head_dim)
+        self.rotary = Rotary(config.rope, config.rotary_dim)
         # With ``_weight``, torch draws no values, which on the meta device would import its
         # compiler and take 1 s.
         self.embedding = nn.Embedding(

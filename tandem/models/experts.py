@@ -148,7 +148,8 @@ def _choose(score_TE: Tensor, config: ExpertConfig, *, correction_E: Tensor | No
         choice_TE = score_TE + correction_E.to(score_TE.device)
     if config.num_groups > 1:
         grouped_TGE = choice_TE.unflatten(1, (config.num_groups, -1))
-        best_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[2]), -1)[0].sum(-1)
+        num_scores = min(config.num_group_scores, grouped_TGE.shape[2])
+        best_TG = grouped_TGE.topk(num_scores, -1)[0].sum(-1)
         dropped_TG = torch.ones_like(best_TG, dtype=torch.bool)
         dropped_TG.scatter_(1, best_TG.topk(config.num_kept_groups, -1)[1], False)
         choice_TE = grouped_TGE.masked_fill(dropped_TG[..., None], float("-inf")).flatten(1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.derived.experts import experts_of
+from tandem.config.derived.latent import latent_of
 from tandem.config.derived.model_values import require_size
 from tandem.config.derived.vision import (
     VISION_FAMILIES,
@@ -110,6 +111,8 @@ _TRAITS = {
     "olmoe": _Traits(
         qkv_bias=_BIAS, o_bias=_BIAS, qk_norm=True, rms_norm_eps=1e-5, norm_spans_heads=True
     ),
+    "deepseek_v2": _Traits(qkv_bias=_BIAS, o_bias=_BIAS),
+    "deepseek_v3": _Traits(qkv_bias=_BIAS, o_bias=_BIAS),
 }
 
 FAMILIES = {**_TRAITS, **{name: _TRAITS[x.text] for name, x in VISION_FAMILIES.items()}}
@@ -135,7 +138,10 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     _refuse_sliding_window(hf_config, traits)
     heads = require_size(hf_config, "num_attention_heads")
     hidden = require_size(hf_config, "hidden_size")
+    latent, kv_heads = latent_of(hf_config), hf_config.get("num_key_value_heads") or heads
     head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
+    if latent is not None:
+        head_dim, kv_heads = latent.head_dim, heads
     rope = _rope_config(hf_config, head_dim, traits=traits)
     if rope is None:
         return None
@@ -147,7 +153,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         intermediate_size=require_size(hf_config, "intermediate_size"),
         num_layers=require_size(hf_config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=hf_config.get("rms_norm_eps", traits.rms_norm_eps),
         rope=rope,
@@ -163,6 +169,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         vision=vision,
         experts=experts_of(hf_config),
         norm_spans_heads=traits.norm_spans_heads,
+        latent=latent,
     )
 
 

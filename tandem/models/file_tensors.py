@@ -147,8 +147,31 @@ def _attention_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor
             width = heads if norm == "q_norm" else kv_heads
         yield FileTensor(name, f"{decoder}.{norm}.weight", 0, width)
     o = {"self_attn.o_proj": hidden}
-    yield from _linear_tensors(file, f"{decoder}.qkv", parts=qkv, has_bias=config.qkv_bias)
+    if config.latent is None:
+        yield from _linear_tensors(file, f"{decoder}.qkv", parts=qkv, has_bias=config.qkv_bias)
+    else:
+        yield from _latent_tensors(config, f"{file}.self_attn", decoder=f"{decoder}.qkv")
     yield from _linear_tensors(file, f"{decoder}.o", parts=o, has_bias=config.o_bias)
+
+
+def _latent_tensors(config: DecoderConfig, file: str, *, decoder: str) -> Iterator[FileTensor]:
+    """Yield the tensors of latent attention, whose maps have files of their own."""
+    latent, heads = config.latent, config.num_heads
+    assert latent is not None, "the model has ordinary attention"
+    rank, has_bias = latent.query_rank, config.qkv_bias
+    query = "q_proj" if rank is None else "q_b_proj"
+    if rank is not None:
+        parts = {"q_a_proj": rank}
+        yield from _linear_tensors(file, f"{decoder}.query_latent", parts=parts, has_bias=has_bias)
+        yield FileTensor(f"{file}.q_a_layernorm.weight", f"{decoder}.query_norm.weight", 0, rank)
+    rows = heads * latent.query
+    yield FileTensor(f"{file}.{query}.weight", f"{decoder}.query.weight", 0, rows)
+    parts = {"kv_a_proj_with_mqa": latent.key_rank + latent.rotated}
+    yield from _linear_tensors(file, f"{decoder}.latent", parts=parts, has_bias=has_bias)
+    norm = f"{decoder}.latent_norm.weight"
+    yield FileTensor(f"{file}.kv_a_layernorm.weight", norm, 0, latent.key_rank)
+    rows = heads * (latent.plain + latent.value)
+    yield FileTensor(f"{file}.kv_b_proj.weight", f"{decoder}.heads.weight", 0, rows)
 
 
 def _dense_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:

@@ -45,6 +45,9 @@ _CUT_DIMENSION = {
     ("gate_up", "lora_b"): 0,
     ("o", "lora_a"): 1,
     ("down", "lora_a"): 1,
+    # The maps of latent attention to the heads.
+    ("query", "weight"): 0,
+    ("heads", "weight"): 0,
 }
 """The dimensions that tensor parallelism splits. Every process holds all other parameters whole."""
 

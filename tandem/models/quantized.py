@@ -50,6 +50,9 @@ def require_quantizable(config: DecoderConfig) -> None:
     if config.experts is not None:
         rule = "it is not built for models with experts"
         raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
+    if config.latent is not None:
+        rule = "it is not built for models with latent attention"
+        raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
     if config.vision is not None:
         rule = "it is not built for models that see"
         raise UserError(KEY, "fp8", rule=rule, remedy=remedy)

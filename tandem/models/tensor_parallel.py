@@ -11,6 +11,7 @@ the names of the unsharded decoder.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,6 +22,7 @@ from tandem.models.adapted import AdaptedLinear, adapted_linear
 from tandem.models.collectives import sum_gradients, sum_values
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from tandem.models.expert_parallel import divide_experts
+from tandem.models.latent_attention import LatentProjections
 from tandem.models.operators import Operators
 from tandem.models.parallel import ParallelLayout, Peers, local_config
 
@@ -43,7 +45,11 @@ def local_decoder(
 
 def _connect(layer: DecoderLayer, peers: Peers) -> None:
     dense = ("gate_up", "down") if layer.experts is None else ()
-    for name in ("qkv", "o", *dense):
+    if isinstance(layer.qkv, LatentProjections):
+        connect = partial(_ColumnParallel, peers=peers)
+        layer.qkv.divide(connect, share=partial(sum_gradients, peers=peers))
+    attention = ("o",) if isinstance(layer.qkv, LatentProjections) else ("qkv", "o")
+    for name in (*attention, *dense):
         layer.register_module(
             name, _parallel(getattr(layer, name), peers, cuts_inputs=name in ("o", "down"))
         )

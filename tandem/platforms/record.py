@@ -61,6 +61,7 @@ class Platform:
         device_uuid: returns the driver's id of the device of an index, or of the calling thread's
             device for None. The id does not depend on the index; "" if unknown.
         runs_megatron: whether the layers of megatron-core, which name their device, run on it.
+        megatron_adaptor: the package with which they do; "" if they need none.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Platform:
     use_device: Callable[[int], object]
     device_uuid: Callable[[int | None], str]
     runs_megatron: bool = False
+    megatron_adaptor: str = ""
 
     def is_available(self) -> bool:
         """Return whether this process can use the platform."""

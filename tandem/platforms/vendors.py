@@ -73,6 +73,7 @@ def extension_platform(
     extension: str,
     collectives: str,
     visibility: Visibility,
+    megatron_adaptor: str = "",
 ) -> Platform:
     """Return the record of a platform whose torch extension has the functions of every device.
 
@@ -108,6 +109,8 @@ def extension_platform(
         versions=dict,
         use_device=ask("set_device"),
         device_uuid=partial(device_uuid, name),
+        runs_megatron=bool(megatron_adaptor),
+        megatron_adaptor=megatron_adaptor,
     )
 
 
@@ -133,6 +136,7 @@ NPU = extension_platform(
     extension="torch_npu",
     collectives="hccl",
     visibility=ASCEND,
+    megatron_adaptor="mindspeed",
 )
 MUSA_PLATFORM = extension_platform(
     "musa",

@@ -114,8 +114,13 @@ def build_by_family(spec: EngineSpec) -> RolloutEngine:
 
 
 def build_native(spec: EngineSpec) -> RolloutEngine:
-    """Build the engine of this package for the platform. The model must have our decoder."""
-    return build_dense(spec) if spec.platform.kernels == "torch" else build_paged(spec)
+    """Build the engine of this package for the platform. The model must have our decoder.
+
+    The dense engine serves models with latent attention on every platform: the paged one has no
+    kernels for their heads.
+    """
+    is_dense = spec.platform.kernels == "torch" or _decoder(spec).config.latent is not None
+    return build_dense(spec) if is_dense else build_paged(spec)
 
 
 def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
@@ -125,7 +130,9 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
         config: None for a model that transformers computes, which needs no kernels.
         key: the configuration key and value that the model came from, for the message.
     """
-    if config is None or platform.kernels == "torch" or config.head_dim in HEAD_DIMS:
+    if config is None or platform.kernels == "torch" or config.latent is not None:
+        return
+    if config.head_dim in HEAD_DIMS:
         return
     raise UserError(
         key,

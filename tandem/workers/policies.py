@@ -169,6 +169,7 @@ def open_policy_part(
         device=device,
         stored=stored,
         compute=compute,
+        megatron_adaptor=platform.megatron_adaptor,
     )
     return open_fsdp_model(
         policy_folder(spec),

@@ -116,7 +116,7 @@ def test_two_ranks_with_transformers_code(of_transformers: dict[str, Path]) -> N
 def with_experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return tiny random models with experts by family. Do not write into them."""
     root = tmp_path_factory.mktemp("experts")
-    families = ("qwen3_moe", "dots1", "olmoe")
+    families = ("qwen3_moe", "dots1", "olmoe", "deepseek_v3")
     for family in families:
         write_hf(EXPERTS[family](), root / family)
     return {family: root / family for family in families}
@@ -134,6 +134,8 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
         replace(qwen3, config={"ulysses_sequence_parallel_size": 2}),
         # The norms of queries and keys are over the heads of both ranks.
         Case(with_experts["olmoe"], ADAMW, config={"tensor_model_parallel_size": 2}),
+        # The heads of latent attention are divided, and the latent vector is not.
+        Case(with_experts["deepseek_v3"], ADAMW, config={"tensor_model_parallel_size": 2}),
     ]
     by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
@@ -151,6 +153,12 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
         replace(qwen3, config=divided, optim=MUON),
         replace(dots, config={**divided, "tensor_model_parallel_size": 2}),
         replace(qwen3, config={**divided, "ulysses_sequence_parallel_size": 2}),
+        Case(
+            with_experts["deepseek_v3"],
+            MUON,
+            config={**divided, "ulysses_sequence_parallel_size": 2},
+            recompute=True,
+        ),
     ]
     by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):

@@ -41,6 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("qwen3_biases", NATIVE),
         ("qwen3_moe", EXPERTS),
         ("dots1", EXPERTS),
+        ("deepseek_v3", EXPERTS),
     ):
         config = families[name]()
         config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
@@ -76,9 +77,8 @@ def test_mo11_two_stages(folders: dict[str, Path]) -> None:
 
 def test_mo11_stages_over_four_ranks(folders: dict[str, Path]) -> None:
     """With six sequences in a micro-batch there are three for two ranks of a stage."""
-    tied, qwen3, experts, dots = (
-        Case(folders[name], ADAMW) for name in ("qwen2_tied", "qwen3_biases", "qwen3_moe", "dots1")
-    )
+    names = ("qwen2_tied", "qwen3_biases", "qwen3_moe", "dots1", "deepseek_v3")
+    tied, qwen3, experts, dots, latent = (Case(folders[name], ADAMW) for name in names)
     cases = [
         replace(tied, config=staged(4), max_sequences=1),
         replace(tied, config=staged(), max_sequences=6),
@@ -87,6 +87,7 @@ def test_mo11_stages_over_four_ranks(folders: dict[str, Path]) -> None:
         replace(tied, config=staged(ulysses_sequence_parallel_size=2)),
         replace(experts, config=staged(expert_model_parallel_size=2), max_sequences=6),
         replace(dots, config=staged(expert_model_parallel_size=2, tensor_model_parallel_size=2)),
+        replace(latent, config=staged(tensor_model_parallel_size=2)),
     ]
     by_rank = run_ranks(train_all, 4, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):

@@ -57,6 +57,7 @@ class Case:
     ``adapters``: what to train instead of the weights, with a spread B.
     ``freezes_tower``: whether a vision tower is left as it is.
     ``sequences``: what is learned; the responses must be those of ``SEQUENCES``.
+    ``megatron_adaptor``: what lets megatron-core compute on the device.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class Case:
     adapters: Adapters | None = None
     freezes_tower: bool = False
     sequences: Sequence[TrainSequence] = tuple(SEQUENCES)
+    megatron_adaptor: str = ""
 
     @property
     def loss(self) -> Loss:
@@ -117,6 +119,7 @@ def open_sharded_model(
         device=torch.device("cpu"),
         stored=torch.float32,
         compute=case.compute,
+        megatron_adaptor=case.megatron_adaptor,
     )
     return open_fsdp_model(case.model, spec, frozen=frozen, random_seed=random_seed)
 

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Dots1Config, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Dots1Config,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from tandem.quickstart.tokenizer import END_ID, PAD_ID
 from tests.fakes.tiny_policy import write_tiny_tokenizer
@@ -35,6 +41,17 @@ def write_tiny_qwen3_moe(folder: Path, *, num_experts: int = 8) -> Path:
     num_tokens = write_tiny_tokenizer(folder).get_vocab_size()
     sizes = _SIZES | {"tie_word_embeddings": True, "num_experts": num_experts}
     _write(Qwen3MoeConfig(vocab_size=num_tokens, **sizes), folder)
+    return folder
+
+
+def write_tiny_moonlight(folder: Path, *, num_experts: int = 8) -> Path:
+    """Write a model with latent attention and a dense first layer; return the folder."""
+    num_tokens = write_tiny_tokenizer(folder).get_vocab_size()
+    sizes = _SIZES | {"n_routed_experts": num_experts, "first_k_dense_replace": 1, "n_group": 2}
+    sizes |= {"topk_group": 1, "num_mtp_layers": 0, "q_lora_rank": None, "kv_lora_rank": 16}
+    sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    del sizes["head_dim"], sizes["num_key_value_heads"]
+    _write(DeepseekV3Config(vocab_size=num_tokens, **sizes), folder)
     return folder
 
 

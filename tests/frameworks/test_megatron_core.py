@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MO17: the layers of megatron-core train what tandem's own layers train, on a double of CUDA."""
+"""MO17: the layers of megatron-core train what tandem's own layers train, on a double of CUDA.
+
+MO19: so they do where a stub of MindSpeed makes the double.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,13 @@ from tandem.config.schema.optim import OptimConfig
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training import Case, Outcome, check_outcomes, train_all
 from tests.fakes import cuda_double
+from tests.fakes.mindspeed_stub import write_mindspeed
 from tests.unit.models.tiny_models import NATIVE, write_hf
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: make test-frameworks")
+# No test process imports Megatron: an adaptor must come first.
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="needs megatron-core: make test-frameworks"
+)
 
 ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
 MUON = OptimConfig(optimizer="Muon", lr=2e-4, muon_lr=1e-4)
@@ -56,3 +65,30 @@ def test_mo17_megatrons_layers_train_what_tandems_do(tmp_path: Path) -> None:
         by_rank = run_ranks(_train_all, size, cases)
         for case, *ranks in zip(cases, *by_rank, strict=True):
             check_outcomes(case, ranks)
+
+
+def _train_with_adaptor(
+    rank: int, size: int, store_port: int, cases: Sequence[Case], folder: Path
+) -> tuple[list[Outcome], list[tuple[Any, ...]]]:
+    sys.path.insert(0, str(folder))
+    sys.argv = ["worker", "--use-ascend-coc"]
+    outcomes = train_all(rank, size, store_port, cases)
+    assert sys.argv[1:] == ["--use-ascend-coc"]
+    return outcomes, sys.modules["mindspeed.megatron_adaptor"].EVENTS
+
+
+def test_mo19_mindspeed_is_imported_before_megatron_and_adapts_it(tmp_path: Path) -> None:
+    """Its stub redirects torch.cuda as torch_npu does, and replaces a function of Megatron."""
+    write_hf(NATIVE["qwen3_tied"](), tmp_path / "model")
+    write_mindspeed(tmp_path / "packages")
+    case = Case(tmp_path / "model", ADAMW, config=_layout(tensor_model_parallel_size=2))
+    cases = [replace(case, megatron_adaptor="mindspeed")]
+    by_rank = run_ranks(_train_with_adaptor, 2, cases, tmp_path / "packages")
+    check_outcomes(case, [outcomes[0] for outcomes, _ in by_rank])
+    for _, events in by_rank:
+        name, arguments, imported = events[0]
+        assert (name, arguments, imported) == ("import", ["worker"], [])
+        assert events[1] == ("repatch", {"use_flash_attn": True})
+        (_, sizes, settings) = events[2]
+        assert sizes == (2,) and settings["expert_tensor_parallel_size"] == 1
+        assert "context_parallel_size" not in settings and len(events) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for models with experts, which need the content of config.json."""
+"""The rules for models with experts or latent attention, which need the content of config.json."""
 
 from __future__ import annotations
 
@@ -41,10 +41,16 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
     """
     if sizes is None:
         return
+    adapters = trained_model(config).adapters
+    if sizes.latent is not None and adapters is not None:
+        drawn = adapters.folder is None
+        key = f"{adapters.section}.{'lora_rank' if drawn else 'lora_adapter_path'}"
+        value = adapters.rank if drawn else str(adapters.folder)
+        rule = "adapters (LoRA) are not built for models with latent attention"
+        raise UserError(key, value, rule=rule, remedy=f"Leave out {key}.")
     if sizes.experts is None:
         _require_no_replay(config)
         return
-    adapters = trained_model(config).adapters
     adapted = () if adapters is None else adapters.modules(sizes.num_layers, sees=False)
     if adapters is not None and any(".mlp." in name for name in adapted):
         raise UserError(

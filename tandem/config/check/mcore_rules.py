@@ -25,6 +25,7 @@ def mcore_errors(
     rules = {
         "it trains on two devices or more": layout.num_ranks == 1,
         f"a layer with experts {_ENGINE}": sizes.experts is not None,
+        "latent attention is not built for it": sizes.latent is not None,
         f"context parallelism {_ENGINE}": layout.sequence_parallel > 1,
         "models that see are not built for it": sizes.tower > 0,
         "adapters (LoRA) are not built for it": model.config.trains_adapters,
@@ -38,12 +39,15 @@ def mcore_errors(
             yield UserError(key, "mcore", rule=rule, remedy=f"Set {key}=native.")
 
 
-def require_megatron_core(placement: Placement, *, platform: str, runs_megatron: bool) -> None:
+def require_megatron_core(
+    placement: Placement, *, platform: str, runs_megatron: bool, adaptor: str = ""
+) -> None:
     """Raise UserError if a model needs megatron-core and this machine cannot compute with it.
 
     Args:
         platform: the name of the platform of the devices that train.
         runs_megatron: whether they compute its layers.
+        adaptor: the package with which they do; "" if they need none.
     """
     if not any(layout.groups_heads for layout in placement.layouts.values()):
         return
@@ -51,7 +55,8 @@ def require_megatron_core(placement: Placement, *, platform: str, runs_megatron:
         raise UserError(
             _KEY,
             "mcore",
-            rule=f"it computes on NVIDIA's devices only, and the platform is {platform}",
+            rule="it computes on NVIDIA's and Huawei's devices only, and the platform is "
+            f"{platform}",
             remedy=f"Set {_KEY}=native.",
         )
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
@@ -60,4 +65,12 @@ def require_megatron_core(placement: Placement, *, platform: str, runs_megatron:
             "mcore",
             rule="megatron-core is not installed",
             remedy=f"Run pip install 'megatron-core>=0.16', or set {_KEY}=native.",
+        )
+    if adaptor and find_spec(adaptor) is None:
+        raise UserError(
+            _KEY,
+            "mcore",
+            rule=f"on {platform} it needs the package {adaptor}, which is not installed",
+            remedy=f"Install {adaptor} beside the megatron-core that it names, or set "
+            f"{_KEY}=native.",
         )

@@ -23,6 +23,7 @@ _SCORING_OF_XDG: Mapping[str, Scoring] = {
     "aux_loss_post_softmax": "softmax_of_chosen",
     "noaux_tc": "sigmoid",
 }
+_METHODS_OF_V2 = ("greedy", "group_limited_greedy")
 _NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts")
 """The names of the number of experts: on the hub, of DeepSeek's families, and of transformers 5."""
 
@@ -42,8 +43,9 @@ class ExpertConfig:
         dense_layers: the indices of the layers with an ordinary feed-forward.
         is_renormalized: whether the weights of a token's experts are divided by their sum.
         scale: the factor of the weights after that.
-        num_groups, num_kept_groups: experts are chosen among those of the best groups only, by the
-            sum of the best two scores of a group; 1 and 1 are no limit.
+        num_groups, num_kept_groups: experts are chosen among those of the best groups only; 1 and 1
+            are no limit.
+        num_group_scores: how many of the best scores of a group are added up to its score.
         has_correction: whether a fixed number for each expert is added to its score for the choice,
             and not for its weight.
         shared_inner: the width of the expert that computes all tokens; 0 without one.
@@ -61,6 +63,7 @@ class ExpertConfig:
     scale: float = 1.0
     num_groups: int = 1
     num_kept_groups: int = 1
+    num_group_scores: int = 2
     has_correction: bool = False
     shared_inner: int = 0
     has_shared_gate: bool = False
@@ -120,6 +123,35 @@ def _read_glm(hf_config: Mapping[str, Any]) -> ExpertConfig:
     return _read_deepseek({**defaults, **hf_config})
 
 
+def _read_moonlight(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    """Read a configuration of DeepSeek-V3 or Moonlight."""
+    defaults = {"norm_topk_prob": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    return _read_deepseek({**defaults, "n_group": 8, "topk_group": 4, **hf_config})
+
+
+def _read_softmax_deepseek(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    """Read a configuration of DeepSeek-V2. transformers ignores its ``norm_topk_prob``, too."""
+    method = hf_config.get("topk_method", "greedy")
+    if method not in _METHODS_OF_V2:
+        raise UserError(
+            "config.json: topk_method",
+            method,
+            rule=f"must be one of {', '.join(_METHODS_OF_V2)}",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+    if hf_config.get("mlp_bias"):
+        raise UserError(
+            "config.json: mlp_bias",
+            True,
+            rule="experts with biases are not built",
+            remedy="Use another model.",
+        )
+    content = {"n_shared_experts": 2, **hf_config, "norm_topk_prob": False}
+    if method == "greedy":
+        content |= {"n_group": 1, "topk_group": 1}
+    return replace(_read_deepseek(content, scoring="softmax"), num_group_scores=1)
+
+
 def _read_mixtral(hf_config: Mapping[str, Any]) -> ExpertConfig:
     return ExpertConfig(
         _number(hf_config),
@@ -176,6 +208,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ExpertConfig]] = {
     "XdgMoE": _read_xdg,
     "glm4_moe": _read_glm,
     "olmoe": _read_olmoe,
+    "deepseek_v2": _read_softmax_deepseek,
+    "deepseek_v3": _read_moonlight,
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.derived.experts import ExpertConfig, experts_of
+from tandem.config.derived.latent import LatentConfig, latent_of
 from tandem.config.derived.vision import text_part, vision_config
 from tandem.config.schema.model import RecomputeGranularity
 from tandem.errors import UserError
@@ -32,6 +33,7 @@ class ModelSizes:
         adapters: the number of parameters of adapters, which are then the only trained ones; 0
             trains all weights.
         tower: the number of parameters of the vision tower; 0 for models of text.
+        latent: the sizes of latent attention; None for ordinary attention.
     """
 
     num_layers: int
@@ -45,6 +47,7 @@ class ModelSizes:
     adapters: int = 0
     experts: ExpertConfig | None = None
     tower: int = 0
+    latent: LatentConfig | None = None
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
@@ -54,17 +57,20 @@ class ModelSizes:
         if not all(isinstance(hf_config.get(key), int) for key in (*_SIZE_KEYS, "vocab_size")):
             return None
         layers, hidden, inner, heads = (hf_config[key] for key in _SIZE_KEYS)
+        latent, head_dim = latent_of(hf_config), hf_config.get("head_dim") or hidden // heads
+        kv_heads = hf_config.get("num_key_value_heads") or heads
         return cls(
             num_layers=layers,
             hidden=hidden,
             inner=inner,
             num_heads=heads,
-            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
-            head_dim=hf_config.get("head_dim") or hidden // heads,
+            num_kv_heads=kv_heads if latent is None else heads,
+            head_dim=head_dim if latent is None else latent.head_dim,
             vocabulary=hf_config["vocab_size"],
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             experts=experts_of(hf_config),
             tower=0 if vision is None else vision.num_parameters,
+            latent=latent,
         )
 
     def of_largest_stage(self, stages: Sequence[range]) -> ModelSizes:
@@ -100,14 +106,14 @@ class ModelSizes:
         """The number of parameters of the matrices of a dense layer; the rest is below a
         thousandth.
         """
-        return self.hidden * (self._attention_width + 3 * self.inner)
+        return self._attention_parameters + 3 * self.hidden * self.inner
 
     def expert_layer_parameters(self, num_experts: int) -> int:
         """Return the number of parameters of a layer of which ``num_experts`` experts count."""
         experts = self.experts
         assert experts is not None, "the model has no experts"
         width = 3 * (num_experts * experts.inner + experts.shared_inner) + experts.num_experts
-        return self.hidden * (self._attention_width + width + experts.has_shared_gate)
+        return self._attention_parameters + self.hidden * (width + experts.has_shared_gate)
 
     @property
     def routed_layer_parameters(self) -> int:
@@ -137,8 +143,10 @@ class ModelSizes:
         return self._layers_with(0 if experts is None else experts.num_chosen)
 
     @property
-    def _attention_width(self) -> int:
-        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def _attention_parameters(self) -> int:
+        if self.latent is not None:
+            return self.latent.num_parameters(self.hidden, self.num_heads)
+        return self.hidden * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def _layers_with(self, num_experts: int) -> int:
         sparse = self.num_expert_layers
@@ -188,7 +196,8 @@ class ModelSizes:
         They are the two residual sums in fp32 (4 D) and their norms (2 D); query, key and value
         before and after rotation; the attention output; gate, up and their product. Tensor
         parallelism splits all but sums, norms and experts. For each chosen expert these are the
-        row that it reads, gate and up, their product, and its output in both precisions.
+        row that it reads, gate and up, their product, and its output in both precisions. Latent
+        attention also keeps its narrow vectors and their norms.
         """
         dense = self._kept_outside(tensor_parallel) + 3 * self.inner // tensor_parallel
         experts = self.experts
@@ -199,7 +208,8 @@ class ModelSizes:
 
     def _kept_outside(self, tensor_parallel: int) -> int:
         heads = 3 * self.num_heads + 3 * self.num_kv_heads
-        return 6 * self.hidden + heads * self.head_dim // tensor_parallel
+        latent = 0 if self.latent is None else self.latent.kept_numbers
+        return 6 * self.hidden + latent + heads * self.head_dim // tensor_parallel
 
     @property
     def _kept_by_experts(self) -> int:

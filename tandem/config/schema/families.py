@@ -22,6 +22,8 @@ TEXT_FAMILIES = (
     "XdgMoE",
     "glm4_moe",
     "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 SEEING_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """The families of models that read pictures; ``derived.vision`` says how."""

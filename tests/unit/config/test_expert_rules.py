@@ -10,6 +10,7 @@ import pytest
 from tandem.config.check.device_rules import require_division
 from tandem.config.check.rules import check_run
 from tandem.config.derived.experts import ExpertConfig
+from tandem.config.derived.latent import LatentConfig
 from tandem.config.derived.pools import place_run, place_sft
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
@@ -69,6 +70,21 @@ def test_mo15_experts_that_do_not_divide_are_refused(words, sizes, text):
     with pytest.raises(UserError) as raised:
         require_division(config, place_run(config), models={"actor-train": sizes})
     assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+LATENT = LatentConfig(key_rank=16, plain=8, rotated=8, value=16)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS.experts])
+def test_adapters_of_latent_attention_are_refused(experts):
+    sizes = replace(TINY, experts=experts, latent=LATENT)
+    config = load_config(RunConfig, [f"{ROLES}.model.lora_rank=8"]).config
+    with pytest.raises(UserError) as raised:
+        require_division(config, place_run(config), models={"actor-train": sizes})
+    assert str(raised.value) == (
+        f"{ROLES}.model.lora_rank=8: adapters (LoRA) are not built for models with latent "
+        f"attention. Leave out {ROLES}.model.lora_rank."
+    )
 
 
 def test_supervised_runs_are_refused_alike():

@@ -11,7 +11,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import plan_memory
 from tandem.config.schema.run import RunConfig
-from tandem.metrics.throughput import matmul_parameters
+from tandem.metrics.throughput import matmul_parameters, training_flops
 from tandem.models.decoder import parameter_shapes
 from tandem.models.families import decoder_config
 
@@ -37,6 +37,53 @@ DOTS = A3B | {
     "first_k_dense_replace": 1,
     "n_shared_experts": 2,
 }
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+V3 = _LATENT | {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
+}
+MOONLIGHT = _LATENT | {
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "max_position_embeddings": 8192,
+}
+V2_LITE = MOONLIGHT | {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "intermediate_size": 10944,
+    "topk_method": "greedy",
+}
 
 
 def exact(hf_config) -> int:
@@ -48,7 +95,34 @@ def test_mo14_parameters_of_qwen3_30b_a3b():
     assert ModelSizes.of(A3B).num_parameters == pytest.approx(30_532_122_624, rel=1e-4)
 
 
-@pytest.mark.parametrize("hf_config", [A3B, DOTS])
+@pytest.mark.parametrize(
+    ("hf_config", "number"),
+    [(V3, 671_026_419_200), (MOONLIGHT, 15_960_110_208), (V2_LITE, 15_706_484_224)],
+)
+def test_mo14_parameters_of_models_with_latent_attention(hf_config, number):
+    assert exact(hf_config) == number
+    assert ModelSizes.of(hf_config).num_parameters == pytest.approx(number, rel=1e-4)
+
+
+def test_mo14_latent_attention_caches_the_keys_and_values_of_all_heads():
+    """The rollout keeps them for each head, padded to the width of the keys, 128 + 64."""
+    assert ModelSizes.of(MOONLIGHT).cache_numbers_per_token == 2 * 27 * 16 * 192
+
+
+def test_mo14_flops_of_latent_attention_are_verls_formula():
+    """verl counts each map of attention, and squares with the width of queries and keys."""
+    hidden, heads = 7168, 128
+    attention = hidden * 1536 + 1536 * heads * 192 + hidden * (512 + 64)
+    attention += heads * (128 + 128) * 512 + heads * 128 * hidden
+    sparse = hidden * 256 + 3 * hidden * 2048 * (8 + 1) + attention
+    dense = 3 * hidden * 18432 + attention
+    products = 58 * sparse + 3 * dense + 2 * 129280 * hidden
+    sizes = ModelSizes.of(V3)
+    assert matmul_parameters(sizes) == products
+    assert training_flops(sizes, [10]) == 6 * products * 10 + 6 * 61 * heads * 192 * 100
+
+
+@pytest.mark.parametrize("hf_config", [A3B, DOTS, V3, V2_LITE])
 def test_mo14_sizes_count_all_but_norms_and_corrections(hf_config):
     shapes = parameter_shapes(decoder_config(hf_config))
     matrices = sum(prod(shape) for shape in shapes.values() if len(shape) > 1)

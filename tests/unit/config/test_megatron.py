@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.config.check import mcore_rules
@@ -10,6 +12,8 @@ from tandem.config.check.device_rules import require_division
 from tandem.config.check.ignored_keys import ignored_keys, key_effects
 from tandem.config.check.mcore_rules import require_megatron_core
 from tandem.config.check.rules import check_run
+from tandem.config.derived.experts import ExpertConfig
+from tandem.config.derived.latent import LatentConfig
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.keys import in_override_grammar, keys_of
 from tandem.config.parse.overrides import load_config
@@ -221,12 +225,35 @@ def test_mo18_what_megatron_core_does_not_compute_is_one_line(words, text: str) 
     assert message.endswith(f"Set {ACTOR}.megatron.backend=native.")
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"experts": ExpertConfig(8, 2, inner=32)},
+            "a layer with experts of Megatron needs Transf",
+        ),
+        ({"latent": LatentConfig(16, 8, 8, 16)}, "latent attention is not built for it"),
+    ],
+)
+def test_mo18_layers_that_megatron_core_does_not_compute_are_one_line(change, text: str) -> None:
+    words = (STRATEGY, f"{ACTOR}.megatron.backend=mcore", "trainer.n_gpus_per_node=2")
+    config = load(*words).config
+    with pytest.raises(UserError, match=text) as refused:
+        require_division(config, place_run(config), models={"actor-train": replace(TINY, **change)})
+    message = str(refused.value)
+    assert message.endswith(f"Set {ACTOR}.megatron.backend=native.") and "\n" not in message
+
+
 def test_mo18_megatron_core_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (STRATEGY, f"{ACTOR}.megatron.backend=mcore", "trainer.n_gpus_per_node=2")
     placement = place_run(load(*words).config)
     monkeypatch.setattr(mcore_rules, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'megatron-core>=0.16'"):
         require_megatron_core(placement, platform="any", runs_megatron=True)
+    monkeypatch.setattr(mcore_rules, "find_spec", lambda name: name.startswith("megatron") or None)
+    require_megatron_core(placement, platform="cuda", runs_megatron=True)
+    with pytest.raises(UserError, match="on npu it needs the package mindspeed, which is not inst"):
+        require_megatron_core(placement, platform="npu", runs_megatron=True, adaptor="mindspeed")
     with pytest.raises(UserError, match="the platform is cpu"):
         require_megatron_core(placement, platform="cpu", runs_megatron=False)
     one = place_run(load(words[-1]).config)

@@ -49,7 +49,7 @@ def test_mo4_three_steps_leave_the_correction_as_it_was(offloads, tmp_path):
     assert all(torch.equal(again[name], x) for name, x in weights.items())
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe_dense_layer", "dots1"])
+@pytest.mark.parametrize("case", ["qwen3_moe_dense_layer", "dots1", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_gradients_are_the_same_bit_for_bit(case, dtype, tmp_path):
     write_hf(EXPERTS[case](), tmp_path)

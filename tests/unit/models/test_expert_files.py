@@ -26,6 +26,7 @@ QWEN = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 CORRECTION = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -99,6 +100,15 @@ def test_mo3_config_of_transformers_is_read():
         ({"model_type": "dots1", "n_group": 3}, "n_group=3: must be a divisor of 8 experts"),
         ({"model_type": "dots1", "n_group": 2, "topk_group": 3}, "topk_group=3: must be at most 2"),
         ({"model_type": "XdgMoE", "scoring_func": "tanh"}, "scoring_func='tanh': must be one of"),
+        (
+            {"model_type": "deepseek_v2", **LATENT, "topk_method": "noaux_tc"},
+            "topk_method='noaux_tc': must be",
+        ),
+        (
+            {"model_type": "deepseek_v2", **LATENT, "mlp_bias": True},
+            "mlp_bias=True: experts with biases are",
+        ),
+        ({"model_type": "deepseek_v3"}, "kv_lora_rank=None: must be a positive integer"),
         ({"model_type": "mixtral", "sliding_window": 32}, "sliding-window attention"),
         (
             {"model_type": "dots1", "sliding_window": 32, "max_window_layers": 1},

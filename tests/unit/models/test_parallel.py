@@ -11,6 +11,7 @@ import torch
 
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.experts import is_fixed
 from tandem.models.families import decoder_config
 from tandem.models.folder import check_folder, fill_slices, open_part
 from tandem.models.parallel import (
@@ -27,13 +28,13 @@ from tandem.models.parallel import (
 )
 from tandem.models.weights import allocate
 from tandem.types import HeldSlice, SliceSpec
-from tests.unit.models.tiny_models import NATIVE, SIZES, write_hf
+from tests.unit.models.tiny_models import EXPERTS, NATIVE, SIZES, write_hf
 
 FOUR_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def config_of(case: str) -> DecoderConfig:
-    config = decoder_config(NATIVE[case]().to_dict() | FOUR_HEADS)
+    config = decoder_config((NATIVE | EXPERTS)[case]().to_dict() | FOUR_HEADS)
     assert config is not None
     return config
 
@@ -62,7 +63,7 @@ def held_by(config: DecoderConfig, size: int, *, num_cuts: int) -> Iterator[Held
 
 @pytest.mark.parametrize("num_cuts", [1, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", NATIVE)
+@pytest.mark.parametrize("case", [*NATIVE, "deepseek_v3"])
 def test_slices_tile_every_tensor_once(case: str, size: int, num_cuts: int) -> None:
     config = config_of(case)
     counts = {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}
@@ -110,11 +111,13 @@ def test_configs_of_parts_and_back() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("case", ["qwen2_untied", "qwen3_biases", "llama_biases_tied"])
+@pytest.mark.parametrize(
+    "case", ["qwen2_untied", "qwen3_biases", "llama_biases_tied", "deepseek_v3"]
+)
 def test_parts_are_filled_as_the_whole(
     case: str, seed: int | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    write_hf(NATIVE[case](), tmp_path)
+    write_hf((NATIVE | EXPERTS)[case](), tmp_path)
     folder = check_folder(str(tmp_path))
     whole = open_part(folder, WHOLE, dtype=dtype, device="cpu", random_seed=seed)
     expected = dict(whole.module.named_parameters())
@@ -124,7 +127,8 @@ def test_parts_are_filled_as_the_whole(
         slices = part.held_slices()
         assert {held.spec.name for held in slices} == set(expected)
         for held in slices:
-            assert held.tensor.dtype == dtype
+            own = torch.float32 if is_fixed(held.spec.name) else dtype
+            assert held.tensor.dtype == own
             assert torch.equal(held.tensor, expected[held.spec.name][box(held.spec)])
 
 

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Glm4MoeConfig,
     LlamaConfig,
@@ -61,6 +63,25 @@ _DEEPSEEK = {
     "sliding_window": None,
 }
 _GLM = {name: value for name, value in _DEEPSEEK.items() if name != "sliding_window"}
+_ALL_HEADS = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+_ROUTED = {name: value for name, value in _GLM.items() if name != "head_dim"}
+_LATENT = {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "eos_token_id": None,  # transformers would not generate it before the last token
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 EXPERTS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES, **_SPLIT, num_experts=8, head_dim=16, norm_topk_prob=True
@@ -83,6 +104,43 @@ EXPERTS = {
     # transformers gives the embedding of a padding token no gradient.
     "olmoe": lambda: OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, pad_token_id=None),
     "dots1_groups": lambda: Dots1Config(**SIZES, **_SPLIT, **_DEEPSEEK, n_group=4, topk_group=2),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **_ALL_HEADS, **_SPLIT, **_ROUTED, **_LATENT, q_lora_rank=None
+    ),
+    "deepseek_v2_groups": lambda: DeepseekV2Config(
+        **_ALL_HEADS,
+        **_SPLIT,
+        **_ROUTED,
+        **_LATENT,
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+    ),
+    # Values wider than keys, and pairs that are not interleaved.
+    "deepseek_v3_wide_values": lambda: DeepseekV3Config(
+        **_ALL_HEADS,
+        **_SPLIT,
+        **_ROUTED,
+        **(_LATENT | {"v_head_dim": 24}),
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        rope_interleave=False,
+        num_mtp_layers=0,
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_ALL_HEADS,
+        **_SPLIT,
+        **_ROUTED,
+        **_LATENT,
+        q_lora_rank=20,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_YARN,
+        num_mtp_layers=0,
+    ),
 }
 """Models with experts; ``write_xdg`` writes another one, which transformers does not know."""
 

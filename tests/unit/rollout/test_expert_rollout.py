@@ -28,7 +28,9 @@ def generated(decoder, *, max_num_seqs, temperature):
     return drain_by_sample(engine)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "dots1", "glm4_moe", "olmoe"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe", "dots1", "glm4_moe", "olmoe", "deepseek_v2_groups", "deepseek_v3"]
+)
 def test_mo6_greedy_tokens_are_those_of_transformers(case, tmp_path):
     theirs, decoder = write_hf(EXPERTS[case](), tmp_path), open_fp32(tmp_path).decoder
     found = generated(decoder, max_num_seqs=8, temperature=0.0)
