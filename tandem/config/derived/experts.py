@@ -125,8 +125,10 @@ def _read_glm(hf_config: Mapping[str, Any]) -> ExpertConfig:
 
 def _read_moonlight(hf_config: Mapping[str, Any]) -> ExpertConfig:
     """Read a configuration of DeepSeek-V3 or Moonlight."""
-    defaults = {"norm_topk_prob": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
-    return _read_deepseek({**defaults, "n_group": 8, "topk_group": 4, **hf_config})
+    defaults: dict[str, Any] = {"norm_topk_prob": True, "first_k_dense_replace": 3}
+    defaults |= {"routed_scaling_factor": 2.5}
+    defaults |= {"n_group": 8, "topk_group": 4, "n_shared_experts": 1}
+    return _read_deepseek({**defaults, **hf_config})
 
 
 def _read_softmax_deepseek(hf_config: Mapping[str, Any]) -> ExpertConfig:

@@ -20,6 +20,9 @@ OPTIMIZER_PART_NUMBERS = 1 << 28
 """The number of weights of a part, if weights or moments rest on the host and visit the device. A
 larger matrix is a part of its own."""
 
+_FULLEST = 1.5
+"""The tokens of the fullest device relative to the mean, if experts are divided over devices and
+their router is not balanced."""
 _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
@@ -189,21 +192,22 @@ class ModelSizes:
         """The cached numbers per token: 2 (key and value) x layers x heads x head dimension."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def layer_numbers_per_token(self, tensor_parallel: int = 1) -> int:
+    def layer_numbers_per_token(self, tensor_parallel: int = 1, *, expert_parallel: int = 1) -> int:
         """Return how many half-precision numbers the largest layer keeps per token for its
         backward pass.
 
         They are the two residual sums in fp32 (4 D) and their norms (2 D); query, key and value
         before and after rotation; the attention output; gate, up and their product. Tensor
         parallelism splits all but sums, norms and experts. For each chosen expert these are the
-        row that it reads, gate and up, their product, and its output in both precisions. Latent
-        attention also keeps its narrow vectors and their norms.
+        row that it reads, gate and up, their product, and its output in both precisions. If experts
+        are divided, these are the numbers of the fullest device. Latent attention also keeps its
+        narrow vectors and their norms.
         """
         dense = self._kept_outside(tensor_parallel) + 3 * self.inner // tensor_parallel
         experts = self.experts
         if experts is None:
             return dense
-        sparse = self._kept_outside(tensor_parallel) + self._kept_by_experts
+        sparse = self._kept_outside(tensor_parallel) + self._kept_by_experts(expert_parallel)
         return max(sparse, dense) if experts.dense_layers else sparse
 
     def _kept_outside(self, tensor_parallel: int) -> int:
@@ -211,11 +215,11 @@ class ModelSizes:
         latent = 0 if self.latent is None else self.latent.kept_numbers
         return 6 * self.hidden + latent + heads * self.head_dim // tensor_parallel
 
-    @property
-    def _kept_by_experts(self) -> int:
+    def _kept_by_experts(self, expert_parallel: int) -> int:
         experts = self.experts
         assert experts is not None, "the model has no experts"
         routed = experts.num_chosen * (4 * self.hidden + 4 * experts.inner)
+        routed = int(_FULLEST * routed) if expert_parallel > 1 else routed
         return routed + 2 * experts.num_experts + 4 * experts.shared_inner
 
     def kept_numbers_per_token(
@@ -223,6 +227,7 @@ class ModelSizes:
         recomputed: RecomputeGranularity | None,
         *,
         tensor_parallel: int = 1,
+        expert_parallel: int = 1,
         num_batches: int = 1,
     ) -> int:
         """Return how many half-precision numbers a whole backward pass keeps per token.
@@ -233,13 +238,13 @@ class ModelSizes:
         the residual stream in fp32, one sum and the parts that are not recomputed; one layer at a
         time is complete.
         """
-        whole = self.layer_numbers_per_token(tensor_parallel)
+        whole = self.layer_numbers_per_token(tensor_parallel, expert_parallel=expert_parallel)
         sparse = self.num_expert_layers
         dense = self.num_layers - sparse
         if recomputed is None:
             kept = self._kept_outside(tensor_parallel)
             own = dense * (kept + 3 * self.inner // tensor_parallel)
-            own += sparse * (kept + self._kept_by_experts) if sparse else 0
+            own += sparse * (kept + self._kept_by_experts(expert_parallel)) if sparse else 0
             return num_batches * own
         heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
         gate_up = 2 * self.inner // tensor_parallel

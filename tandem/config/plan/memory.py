@@ -309,7 +309,9 @@ def _device_copies(config: RunConfig, placement: Placement) -> int:
 def _scoring(plan: MemoryPlan, model: _Model, *, tokens: int, placement: Placement) -> MemoryPlan:
     """Add the forward passes of a frozen model, which hold the activations of one layer."""
     kept = model.computed * tokens
-    kept *= model.sizes.layer_numbers_per_token(model.ranks.tensor_parallel)
+    kept *= model.sizes.layer_numbers_per_token(
+        model.ranks.tensor_parallel, expert_parallel=model.ranks.expert_parallel
+    )
     return replace(
         plan,
         gathered=0 if placement.is_one_process else max(plan.gathered, model.gathered_frozen),
@@ -361,6 +363,7 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     numbers = model.sizes.kept_numbers_per_token(
         training.recomputed,
         tensor_parallel=model.ranks.tensor_parallel,
+        expert_parallel=model.ranks.expert_parallel,
         num_batches=model.ranks.pipeline_parallel,  # those of the first stage
     )
     activations = max(plan.activations, model.computed * training.tokens * numbers)

@@ -144,6 +144,11 @@ def test_mo14_kept_activations_of_layers_with_experts():
     assert sizes.layer_numbers_per_token() == sparse
     assert sizes.kept_numbers_per_token(None) == 3 * sparse + dense
     assert sizes.kept_numbers_per_token("full") == 4 * 3 * 2048 + sparse
+    # If experts are divided, the fullest device has more tokens than the others.
+    fullest = sparse + 8 * (4 * 2048 + 4 * 768) // 2
+    assert sizes.layer_numbers_per_token(expert_parallel=2) == fullest
+    assert sizes.kept_numbers_per_token("full", expert_parallel=2) == 4 * 3 * 2048 + fullest
+    assert sizes.kept_numbers_per_token(None, expert_parallel=2) == 3 * fullest + dense
     heads = 3 * (32 + 4) * 128
     pointwise = 4 * (3 * 2048 + heads) + 2 * 6144 + sparse
     assert sizes.kept_numbers_per_token("pointwise") == pointwise
