@@ -23,7 +23,12 @@ LIMIT_S = 2400.0
 """Sixteen processes start and train on whatever processors there are."""
 TINY = {"data.train_batch_size": "4", "actor_rollout_ref.actor.ppo_mini_batch_size": "4"}
 """The sizes that follow from the number of prompts in the material."""
-BESIDES = ("trainer.device=cpu", "trainer.total_training_steps=1", "trainer.save_freq=1")
+BESIDES = (
+    "trainer.device=cpu",
+    "trainer.total_training_steps=1",
+    "trainer.save_freq=1",
+    "trainer.max_restarts=3",  # Ray may fail to start on a busy machine
+)
 
 
 @pytest.fixture
