@@ -29,6 +29,8 @@ MARK = "<image>"
 PIXELS_KEY = "data.mm_processor_kwargs.max_pixels"
 MAX_SOURCE_PIXELS = 1 << 26
 """The most pixels of a picture before it is resized: decoding takes three bytes each."""
+_UNREADABLE = (OSError, ValueError, SyntaxError)
+"""The errors of Pillow for a picture that is damaged."""
 _MAX_ASPECT = 200
 _OTHER_MEDIA = ("videos", "audios")
 _FORMS = "a picture is bytes, a path, or a mapping with one of them under bytes, path or image"
@@ -120,6 +122,16 @@ class PictureSource:
             return str(self.data).encode()
         return hashlib.sha256(self.data).digest()
 
+    def damage(self) -> str:
+        """Decode it and keep nothing; return why it cannot be decoded, "" if it can be."""
+        try:
+            with _opened(self.data) as image:
+                image.draft("RGB", (1, 1))  # a JPEG is decoded at an eighth of its size
+                image.load()
+        except _UNREADABLE as error:
+            return _cause(error)
+        return ""
+
     def read(self) -> Picture:
         """Decode and resize it.
 
@@ -130,11 +142,10 @@ class PictureSource:
         try:
             with _opened(self.data) as image:
                 pixels = np.asarray(_in_rgb(image).resize(size, Image.Resampling.BICUBIC))
-        except (OSError, ValueError, SyntaxError) as error:
-            cause = " ".join(str(error).split())[:120]
+        except _UNREADABLE as error:
             raise UserError(
                 self.place,
-                rule=f"a picture of the row is damaged ({cause})",
+                rule=f"a picture of the row is damaged ({_cause(error)})",
                 remedy="Correct or remove the row.",
             ) from error
         return Picture(self.first_id, self.rows, self.columns, self.side, pixels.tobytes())
@@ -315,6 +326,8 @@ def _data_of(picture: Any) -> bytes | Path:
         return picture
     if isinstance(picture, str) and picture:
         return Path(picture.removeprefix("file://")).expanduser()
+    if not picture or isinstance(picture, Mapping):
+        raise RowFault(f"has an empty picture; {_FORMS}")
     raise RowFault(f"has a picture that is {type(picture).__name__}; {_FORMS}")
 
 
@@ -327,15 +340,22 @@ def _sides_of(data: bytes | Path, number: int) -> tuple[int, int]:
             width, height = image.size
     except UnidentifiedImageError as error:
         raise RowFault(f"has a picture (number {number}) that is no picture file") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        cause = " ".join(str(error).split())[:120]
-        raise RowFault(f"has a picture (number {number}) that cannot be read ({cause})") from error
+    except Image.DecompressionBombError as error:  # Pillow does not say its size
+        rule = f"has a picture (number {number}) of more than {MAX_SOURCE_PIXELS} pixels"
+        raise RowFault(rule, "Store a smaller one.") from error
+    except _UNREADABLE as error:
+        rule = f"has a picture (number {number}) that cannot be read ({_cause(error)})"
+        raise RowFault(rule) from error
     if width * height > MAX_SOURCE_PIXELS:
         raise RowFault(
             f"has a picture of {width} x {height} pixels, more than {MAX_SOURCE_PIXELS}",
             "Store a smaller one.",
         )
     return width, height
+
+
+def _cause(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]
 
 
 def _opened(data: bytes | Path) -> Image.Image:

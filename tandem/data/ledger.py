@@ -19,6 +19,7 @@ import numpy as np
 
 from tandem.config.schema.data import DataConfig
 from tandem.config.schema.sft import SftDataConfig
+from tandem.data.threads import in_threads
 from tandem.errors import UserError
 
 STATE_FORMAT = 1
@@ -258,6 +259,11 @@ class Entry(Content, Protocol[Drawn_co]):
         """The number of its row, counted over all files."""
         ...
 
+    @property
+    def pictures(self) -> Sequence[Any]:
+        """The pictures that ``as_draw`` decodes."""
+        ...
+
     def as_draw(self, uid: int) -> Drawn_co:
         """Return the value that the run processes as draw ``uid``."""
         ...
@@ -302,7 +308,7 @@ class Source(Generic[Drawn_co]):
         """Draw the next ``count`` entries, or fewer at the end of the last epoch."""
         draws = self._ledger.draw(count)
         entries = self._read([draw.row for draw in draws])
-        return [entry.as_draw(draw.uid) for entry, draw in zip(entries, draws, strict=True)]
+        return _as_draws(entries, [draw.uid for draw in draws])
 
     def mark_trained(self, uids: Iterable[int]) -> None:
         """Close draws that were trained on. Raise ValueError for a draw that is not open."""
@@ -343,6 +349,14 @@ def open_ledger(
     return Ledger(order, total_epochs=total_epochs)
 
 
-def draw_by_row(entries: Iterable[Entry[Drawn_co]]) -> list[Drawn_co]:
+def draw_by_row(entries: Sequence[Entry[Drawn_co]]) -> list[Drawn_co]:
     """Draw every entry once for a validation, with its row as uid."""
-    return [entry.as_draw(entry.row) for entry in entries]
+    return _as_draws(entries, [entry.row for entry in entries])
+
+
+def _as_draws(entries: Sequence[Entry[Drawn_co]], uids: Sequence[int]) -> list[Drawn_co]:
+    """Return entries as draws. Pictures are decoded several at once."""
+    pairs = list(zip(entries, uids, strict=True))
+    if any(entry.pictures for entry in entries):
+        return in_threads(lambda pair: pair[0].as_draw(pair[1]), pairs)
+    return [entry.as_draw(uid) for entry, uid in pairs]

@@ -22,6 +22,10 @@ from tandem.data.images import (
     require_room,
 )
 from tandem.data.selection import UsedRows
+from tandem.data.threads import in_threads
+
+CHECKED_PICTURES = 20_000
+"""The most pictures of a data set that are decoded before the run starts, to find damaged ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ def see_rows(
         agents: the agent of each row, "" for a single turn.
 
     Raises:
-        UserError: a row's pictures do not fit its prompt, or one of them cannot be read.
+        UserError: a row's pictures do not fit its prompt, or one of them cannot be read, or is
+            damaged.
     """
     chats: dict[int, Any] = {}
     pictures: dict[int, tuple[PictureSource, ...]] = {}
@@ -73,6 +78,7 @@ def see_rows(
         chats[number] = marked(prompt, rule)
         first_id += sum(picture.num_tokens for picture in pictures[number])
     require_room(first_id, rule, validation=validation)
+    require_whole(pictures, used.source)
     return SeenRows(used.source, rule, chats, pictures)
 
 
@@ -115,6 +121,22 @@ class RowPictures:
         self._first_id += sum(picture.num_tokens for picture in measured)
         require_room(self._first_id, rule, validation=self._validation)
         return marked(prompt, rule)
+
+
+def require_whole(pictures: Mapping[int, Sequence[PictureSource]], source: RowSource) -> None:
+    """Decode the pictures of rows, several at once, and keep nothing.
+
+    Of a large data set it decodes the first ``CHECKED_PICTURES``.
+
+    Raises:
+        UserError: a picture is damaged.
+    """
+    listed = [(number, picture) for number, found in pictures.items() for picture in found]
+    checked = listed[:CHECKED_PICTURES]
+    damages = in_threads(lambda entry: entry[1].damage(), checked)
+    for (number, _), damage in zip(checked, damages, strict=True):
+        if damage:
+            raise source.fault(number, RowFault(f"has a picture that is damaged ({damage})"))
 
 
 def expand_example(

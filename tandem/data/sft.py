@@ -17,16 +17,17 @@ import numpy as np
 
 from tandem.config.schema.sft import MultiturnConfig, SftDataConfig
 from tandem.data.files import Row, RowFault, RowSource
-from tandem.data.images import PictureRule, PictureSource, ids_of_text
+from tandem.data.images import PIXELS_KEY, PictureRule, PictureSource, ids_of_text
 from tandem.data.ledger import Source
 from tandem.data.packing import TrainSequence
-from tandem.data.seeing import RowPictures, expand_example
+from tandem.data.seeing import RowPictures, expand_example, require_whole
 from tandem.data.selection import read_used_rows, truncate
 from tandem.data.tokenizer import NO_SETTINGS, ChatRefused, Message, TextCodec, is_chat
 from tandem.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_TRUNCATED = "set data.truncation to left, right or middle"
 Mark = Callable[[Any], Any]
 """A function that puts the model's own text in place of the marks of pictures."""
 
@@ -116,8 +117,12 @@ def load_sft_examples(
         try:
             seen.begin(number, row)
             pieces[number] = pieces_of(row, config, codec=codec, mark=seen.mark)
+            if seen.pictures.get(number) and config.truncation != "error":
+                rule = f"has pictures, which data.truncation={config.truncation} could cut"
+                raise RowFault(rule, "Set data.truncation=error.")
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault
+    require_whole(seen.pictures, used.source)
     examples = [
         _fitting(_expanded(example, seen), config, source=used.source)
         for example in _tokenise(pieces, codec)
@@ -276,15 +281,10 @@ def _tokenise(pieces: Mapping[int, Sequence[TextPiece]], codec: TextCodec) -> li
 def _fitting(example: SftExample, config: SftDataConfig, *, source: RowSource) -> SftExample:
     limit, length, side = config.max_length, len(example.token_ids), config.truncation
     if length > limit and side == "error":
+        way = f"lower {PIXELS_KEY}" if example.pictures else _TRUNCATED
         fault = RowFault(
             f"has {length} tokens, more than data.max_length={limit}, and data.truncation='error'",
-            "Raise data.max_length, or set data.truncation to left, right or middle.",
-        )
-        raise source.fault(example.row, fault)
-    if length > limit and example.pictures:
-        fault = RowFault(
-            f"has {length} tokens, some of pictures, which data.truncation={side} would cut",
-            "Raise data.max_length, or lower data.mm_processor_kwargs.max_pixels.",
+            f"Raise data.max_length, or {way}.",
         )
         raise source.fault(example.row, fault)
     loss_mask = truncate(example.loss_mask, limit, side=side).copy()

@@ -57,6 +57,12 @@ def open_trained_model(
     )
     if model.adapters is not None:
         folder = adapt_folder(folder, model.adapters, seed=0)
+        decoder = folder.decoder_config
+        assert decoder is not None, "only models of our decoder have adapters"
+        for warning in model.adapters.warnings(
+            decoder.num_layers, model=config.path, sees=decoder.vision is not None
+        ):
+            logger.warning("%s", warning)
     codec = load_codec(
         config.path,
         template_settings=template_settings,

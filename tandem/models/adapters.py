@@ -25,6 +25,7 @@ from tandem.config.derived.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Adapters,
+    base_of,
     read_adapters,
 )
 from tandem.config.derived.vision import TEXT_MODULES, VISION_FAMILIES
@@ -249,6 +250,27 @@ def require_base(folder: Path, base: Path, *, key: str, value: Path) -> None:
             rule=f"the adapters of {folder} were trained on other weights than those in {base}",
             remedy=f"Use {trained_on.path} as it was, or start again.",
         )
+
+
+def require_own_base(folder: Path, base: Path, *, key: str) -> None:
+    """Raise UserError if an adapter to start from was trained on other weights than ``base`` has.
+
+    A checkpoint has a hash of its base. PEFT's description has a path or a name; the weights are
+    compared if it is the path of a folder on this host.
+    """
+    if (folder / BASE_FILE).is_file():
+        trained_on = read_base(folder, key=key)
+        path, digest = trained_on.path, trained_on.digest
+        remedy = f"Use {path}, or an adapter of this model."
+    else:
+        path = base_of(folder)
+        if not path or not (Path(path) / "config.json").is_file():
+            return
+        digest = base_digest(Path(path))
+        remedy = "Use that model, or remove base_model_name_or_path in a copy of the adapter."
+    if digest != base_digest(base):
+        rule = f"the adapter was trained on {path}, which has other weights than {base}"
+        raise UserError(key, str(folder), rule=rule, remedy=remedy)
 
 
 def saved_adapters(folder: Path, *, key: str) -> Adapters:

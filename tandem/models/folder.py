@@ -29,6 +29,7 @@ from tandem.models.adapters import (
     is_adapter_folder,
     load_adapter,
     require_base,
+    require_own_base,
     with_adapters,
 )
 from tandem.models.decoder import DecoderConfig
@@ -157,6 +158,7 @@ def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> Model
     key = f"{adapters.section}.lora_adapter_path"
     if adapters.folder is not None:
         check_adapter(config, adapters.folder, key=key)
+        require_own_base(adapters.folder, folder.path, key=key)
     start = AdapterStart(adapters.folder, seed, key)
     return replace(folder, decoder_config=config, start=start)
 

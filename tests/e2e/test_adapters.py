@@ -47,6 +47,7 @@ def whole(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_l9_a_resumed_run_is_the_same_bit_by_bit(
     material: Material, whole: Path, tmp_path: Path
 ) -> None:
+    """L9: metrics and adapters are those of a run that was not stopped."""
     keys = (*LORA, *KL, "trainer.save_freq=2")
     train(material, tmp_path / "run", *keys, "trainer.total_training_steps=2")
     train(material, tmp_path / "run", *keys)
@@ -56,6 +57,7 @@ def test_l9_a_resumed_run_is_the_same_bit_by_bit(
 
 
 def test_l15_a_checkpoint_has_no_base(whole: Path, material: Material) -> None:
+    """L15: it has the path of the base, and fewer than 4 x 18 bytes for each parameter."""
     actor = whole / ACTOR
     tensors = load_file(actor / ADAPTER)
     assert all(".lora_" in name for name in tensors)
@@ -70,6 +72,7 @@ def test_l15_a_checkpoint_has_no_base(whole: Path, material: Material) -> None:
 def test_l5_before_the_first_update_rollouts_are_those_of_all_weights(
     material: Material, whole: Path, tmp_path: Path
 ) -> None:
+    """L5: a new adapter changes no token, because B is zero."""
     full = train(material, tmp_path / "run", "data.val_files=[]", "trainer.total_training_steps=1")
     texts = [
         [(row["prompt"], row["response"]) for row in read_lines(run / "rollouts.jsonl")]
@@ -96,6 +99,7 @@ def test_a_run_continues_an_adapter_and_its_reference_is_that_policy(
 def test_l6_generation_and_training_compute_the_same_policy(
     material: Material, tmp_path: Path
 ) -> None:
+    """L6: over 20 steps, fp32 to 1e-5, and bf16 as well as with all weights."""
     # With two optimizer steps a batch, the trainer scores the batch itself.
     steps = (
         "trainer.total_training_steps=20",

@@ -40,6 +40,7 @@ def command(name: str, home: Path, keys: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", GRPO)
 def test_l14_a_grpo_command_trains(name: str, material: Material, tmp_path: Path) -> None:
+    """L14: two steps of each of verl's four scripts of GRPO."""
     model = open_adapted(material.policy)
     spread_b(model)
     (tmp_path / "adapter").mkdir()
@@ -72,6 +73,7 @@ def test_l14_a_grpo_command_trains(name: str, material: Material, tmp_path: Path
 
 @pytest.mark.parametrize("name", SFT)
 def test_l14_a_command_of_fine_tuning_trains(name: str, material: Material, tmp_path: Path) -> None:
+    """L14: two steps of SFT-PEFT and ReTool-SFT in both forms."""
     rows = material.conversations
     if name == "sft_peft_2025":
         rows = _as_gsm8k(material.demonstrations, tmp_path / "gsm8k.parquet")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.cli.entries import spelled_out
 from tandem.cli.main import main
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
@@ -21,7 +22,7 @@ from tandem.driver import sft, train
 from tandem.driver.launch import local_site
 from tandem.driver.run import run_prepared
 from tandem.errors import UserError
-from tests.fakes.geo3k_commands import geo3k_arguments
+from tests.fakes.seeing_commands import demonstration_words, geo3k_arguments
 from tests.fakes.seeing_files import RUN_KEYS, png, write_policy, write_rows
 
 
@@ -65,6 +66,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_VL13_a_run_and_its_resumption_end_with_the_same_bits(files: Any, tmp_path: Path) -> None:  # noqa: N802
+    """VL13: the tower is trained too."""
     whole = run(settings(files, tmp_path / "whole"))
     first = settings(files, tmp_path / "parts", "trainer.total_training_steps=1")
     run(first)
@@ -83,6 +85,7 @@ def test_VL13_a_run_and_its_resumption_end_with_the_same_bits(files: Any, tmp_pa
 
 @pytest.mark.parametrize("family", ["policy", "qwen3"])
 def test_VL10_a_frozen_tower_stays_as_it_is(family: str, files: Any, tmp_path: Path) -> None:  # noqa: N802
+    """VL10: bit for bit, while the decoder is trained."""
     frozen = "actor_rollout_ref.actor.freeze_vision_tower=True"
     model = getattr(files, family)
     path = f"actor_rollout_ref.model.path={model}"
@@ -151,19 +154,50 @@ def test_verls_scripts_of_geo3k_train_in_a_tiny_form(
     assert step["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_VL14_demonstrations_with_pictures_are_learned(files: Any, tmp_path: Path) -> None:  # noqa: N802
-    """Pictures in several turns of a conversation, as verl's rows for fine-tuning have them."""
+def conversations(count: int) -> list[dict[str, Any]]:
+    """Return rows with pictures in several turns, as verl's rows for fine-tuning have them."""
     turns = [
         {"role": "user", "content": "<image>how many?"},
         {"role": "assistant", "content": "3"},
         {"role": "user", "content": "and <image>here?"},
         {"role": "assistant", "content": "12"},
     ]
-    rows = [
+    return [
         {"messages": turns, "images": [{"bytes": png(seed=i)}, {"bytes": png(16, 8, seed=i)}]}
-        for i in range(8)
+        for i in range(count)
     ]
-    write_parquet(rows, tmp_path / "rows.parquet", key="test")
+
+
+def test_VL14_verls_script_of_demonstrations_trains_in_a_tiny_form(  # noqa: N802
+    files: Any, tmp_path: Path
+) -> None:
+    """VL14: all keys of ``run_qwen3_vl_2b_fsdp.sh``; files, sizes and devices are others."""
+    write_parquet(conversations(8), tmp_path / "rows.parquet", key="test")
+    replaced = ("trainer.n_gpus_per_node=", "engine.ulysses_sequence_parallel_size=")
+    words = spelled_out(["plan", *demonstration_words(home=str(tmp_path))])[1:]
+    small = (
+        f"model.path={files.qwen3}",
+        f"data.train_files={tmp_path / 'rows.parquet'}",
+        "data.train_batch_size=4",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[console]",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+    )
+    assert main([*(word for word in words if not word.startswith(replaced)), *small]) == 0
+    losses = [line["train/loss"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+    trained = load_file(tmp_path / "run/global_step_2/actor/model.safetensors")
+    start = load_file(files.qwen3 / "model.safetensors")
+    moved = {name for name in start if not torch.equal(start[name], trained[name])}
+    assert any("visual.blocks" in name for name in moved)
+    assert any("language_model.layers" in name for name in moved)
+
+
+def test_VL14_demonstrations_with_pictures_are_learned(files: Any, tmp_path: Path) -> None:  # noqa: N802
+    """VL14: the loss falls, and pictures carry none."""
+    write_parquet(conversations(8), tmp_path / "rows.parquet", key="test")
     keys = (
         f"model.path={files.policy}",
         f"data.train_files={tmp_path / 'rows.parquet'}",

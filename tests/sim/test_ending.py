@@ -372,6 +372,8 @@ class BrokenRowError(Exception):
 class BrokenEntry:
     """A ``ledger.Entry`` that cannot be read when it is drawn."""
 
+    pictures = ()
+
     def as_draw(self, uid: int) -> Prompt:
         raise BrokenRowError(f"draw {uid}")
 

@@ -123,6 +123,26 @@ class Adapters:
             )
         return found
 
+    def warnings(self, num_layers: int, *, model: str, sees: bool) -> Iterator[str]:
+        """Yield a warning, one line each, for what is rarely intended.
+
+        Args:
+            model: the path or name of the model that gets the adapters.
+            sees: whether the model sees. Its tower has no adapters, so a rule may exclude it.
+        """
+        names = list(_layer_modules(num_layers, TEXT_MODULES if sees else "model."))
+        if self.excludes and not sees and not any(_matches(self.excludes, x) for x in names):
+            yield (
+                f"{self.section}.exclude_modules={_shown(self.excludes)}: it excludes nothing, "
+                "because no linear map of the layers matches it"
+            )
+        base = "" if self.folder is None else base_of(self.folder)
+        if base and Path(base).name != Path(model).name and not Path(base).is_dir():
+            yield (
+                f"{self.section}.lora_adapter_path={self.folder}: it says that its base is {base}, "
+                f"and the model is {model}; whether their weights are the same is not checked"
+            )
+
     def num_parameters(self, sizes: ModelSizes) -> int:
         """Return the number of trained parameters: rank x (inputs + outputs) of each module."""
         heads, kv_heads = (n * sizes.head_dim for n in (sizes.num_heads, sizes.num_kv_heads))

@@ -42,6 +42,7 @@ def _save_run(folder: Path, model: NativeModel) -> None:
 
 
 def test_l3_export_equals_merge_and_unload(trained: Path) -> None:
+    """L3: in fp32, and transformers loads the exported folder."""
     assert export.run([str(trained / "run"), "--output", str(trained / "out")]) == 0
     base = AutoModelForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
     wanted = peft.PeftModel.from_pretrained(base, trained / ACTOR).merge_and_unload().state_dict()

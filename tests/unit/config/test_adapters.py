@@ -131,6 +131,7 @@ def test_a_saved_adapter_decides_alone(tmp_path: Path) -> None:
 def test_l13_saved_adapters_of_other_kinds_are_refused(
     tmp_path: Path, change: Mapping[str, Any], message: str
 ) -> None:
+    """L13: one line names what the adapter has."""
     folder = write_adapter(tmp_path / "adapter", {**SAVED, **change})
     assert_refused(message, RANK, f"{MODEL}.lora_adapter_path={folder}")
 
@@ -167,7 +168,18 @@ def test_a_folder_that_is_missing_or_no_adapter_is_named(tmp_path: Path) -> None
     ],
 )
 def test_l13_rules_that_match_nothing_are_refused(argument: str, message: str) -> None:
+    """L13: one line names the key and the rule."""
     assert_refused(message, RANK, f"{MODEL}.{argument}")
+
+
+def test_a_rule_that_excludes_nothing_is_warned_of() -> None:
+    exclude = f"{MODEL}.exclude_modules='.*visual.*'"
+    found = adapters(RANK, exclude)
+    (warning,) = found.warnings(2, model="base", sees=False)
+    assert "exclude_modules=.*visual.*: it excludes nothing" in warning
+    assert not list(found.warnings(2, model="base", sees=True))
+    some = adapters(RANK, f"{MODEL}.exclude_modules=[q_proj]")
+    assert not list(some.warnings(2, model="base", sees=False))
 
 
 def assert_refused(message: str, *arguments: str) -> None:
@@ -185,11 +197,13 @@ def assert_refused(message: str, *arguments: str) -> None:
     ],
 )
 def test_l13_other_kinds_are_refused_by_name(argument: str, message: str) -> None:
+    """L13: keys that ask for other adapters than LoRA."""
     with pytest.raises(UserError, match=message):
         config(RANK, f"{MODEL}.{argument}")
 
 
 def test_l13_muon_is_refused() -> None:
+    """L13: it would orthogonalise the factors."""
     with pytest.raises(UserError, match="optimizer='Muon': it would orthogonalise"):
         check_run(config(RANK, "actor_rollout_ref.actor.optim.optimizer=Muon"))
     arguments = ["model.path=base", "model.lora_rank=8", "optim.optimizer=Muon"]
@@ -231,6 +245,7 @@ def test_a_rate_for_all_weights_is_warned_of() -> None:
 
 
 def test_l15_memory_of_7b_with_rank_32() -> None:
+    """L15: within 3 GiB of the figures that were computed by hand."""
     arguments = (
         f"{MODEL}.lora_rank=32",
         "actor_rollout_ref.actor.use_kl_loss=True",

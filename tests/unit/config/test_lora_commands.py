@@ -44,6 +44,7 @@ def planned(name: str, home: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LORA_COMMANDS)
 def test_l14_a_published_command_is_planned(name: str, home: Path) -> None:
+    """L14: word for word, without a refused or an unknown key."""
     plan = planned(name, home)
     assert not plan["refusals"] and not plan["unknown_keys"]
     devices = 2 if name == "run_qwen3_8b_fsdp" else 8
@@ -66,6 +67,7 @@ def test_l14_a_published_command_is_planned(name: str, home: Path) -> None:
 def test_l14_the_adapters_are_those_of_the_command(
     name: str, rank: int, alpha: int, home: Path
 ) -> None:
+    """L14: rank and alpha have the meaning that they have in verl."""
     config = planned(name, home)["config"]
     model = config["actor_rollout_ref"]["model"] if "actor_rollout_ref" in config else None
     model = model or config["model"]
@@ -73,6 +75,7 @@ def test_l14_the_adapters_are_those_of_the_command(
 
 
 def test_l14_merging_has_no_effect_and_an_adapter_is_read(home: Path, tmp_path: Path) -> None:
+    """L14: the scripts with merged weights and with a saved adapter."""
     merged = planned("run_qwen3_8b_merge_fsdp", home)["keys_without_effect"]
     assert "apart" in merged["actor_rollout_ref.model.lora.merge"]
     with pytest.raises(UserError, match=r"lora_adapter_path='.*adapter': no such folder"):
@@ -82,6 +85,7 @@ def test_l14_merging_has_no_effect_and_an_adapter_is_read(home: Path, tmp_path: 
 
 
 def test_l14_both_forms_of_sft_peft_train_alike(home: Path) -> None:
+    """L14: the forms of 2025 and 2026 mean the same."""
     old, new = (planned(f"sft_peft_{year}", home) for year in (2025, 2026))
     assert old["config"]["engine"]["ulysses_sequence_parallel_size"] == 2
     assert new["config"]["engine"]["ulysses_sequence_parallel_size"] == 2

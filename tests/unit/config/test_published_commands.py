@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tandem.cli.plan import plan_arguments
+from tandem.cli.entries import spelled_out
+from tandem.cli.plan import parse, plan_arguments
 from tandem.errors import UserError
-from tests.fakes.geo3k_commands import geo3k_arguments
 from tests.fakes.published_commands import ASCEND_COMMAND, RED_MOE_COMMAND, words_of
+from tests.fakes.seeing_commands import demonstration_words, geo3k_arguments
 
 RED_MOE_SNIPPET = r"""
 python3 -m verl.trainer.main_ppo \
@@ -210,6 +211,20 @@ def test_verls_scripts_of_geo3k_plan(family: str, tmp_path: Path) -> None:
     assert plan["sequences_per_step"] == 2560 and plan["optimizer_steps_per_step"] == 4
     assert not plan["refusals"] and not plan["unknown_keys"]
     assert any("tandem prepare geo3k --output" in line for line in plan["warnings"])
+
+
+def test_VL14_verls_script_of_demonstrations_with_pictures_plans(tmp_path: Path) -> None:  # noqa: N802
+    """VL14: ``examples/sft/vlm/run_qwen3_vl_2b_fsdp.sh``, word for word."""
+    words = spelled_out(["plan", "--elsewhere", *demonstration_words(home=str(tmp_path))])
+    plan = parse(words[1:]).plan.to_dict()
+    assert not plan["refusals"] and not plan["unknown_keys"]
+    assert plan["sequences_per_step"] == 96
+    assert [pool["devices"] for pool in plan["pools"]] == [8]
+    config = plan["config"]
+    assert config["data"]["multiturn"]["enable"] and config["data"]["truncation"] == "error"
+    assert config["optim"]["betas"] == [0.9, 0.95]
+    assert config["optim"]["lr_scheduler_type"] == "cosine"
+    assert config["engine"]["ulysses_sequence_parallel_size"] == 2
 
 
 @pytest.mark.parametrize("others", [OF_VLLM, OF_NPU])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tandem.config.derived.vision import vision_config
 from tandem.config.schema.data import DataConfig
-from tandem.data.files import RowSource
+from tandem.config.schema.sft import SftDataConfig
+from tandem.data.files import RowSource, write_parquet
 from tandem.data.images import PictureRule, PictureSource, measure
+from tandem.data.ledger import open_source
 from tandem.data.prompts import load_prompts
 from tandem.data.selection import UsedRows
+from tandem.data.sft import load_sft_examples
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.errors import UserError
 from tandem.models.vision import VisionTower
+from tandem.pictures import Picture
 from tandem.quickstart.seeing_model import VISION_TOKENS
 from tests.fakes.seeing_files import png, row_of, write_policy
 
@@ -58,6 +63,7 @@ def load(rows: list[dict[str, Any]], codec: TextCodec, rule: PictureRule = RULE,
 
 
 def test_VL5_sizes_and_patches_are_those_of_transformers() -> None:  # noqa: N802
+    """VL5: 50 sizes, some of them very long or small."""
     low, high = 56 * 56, 200 * 200
     processor = Qwen2VLImageProcessorPil(min_pixels=low, max_pixels=high)
     rule = PictureRule(28, low, high, 512, 4, VISION_TOKENS)
@@ -68,7 +74,8 @@ def test_VL5_sizes_and_patches_are_those_of_transformers() -> None:  # noqa: N80
     tower = VisionTower(config)
     rng = random.Random(0)
     sizes = [(30, 41), (224, 224), (100, 333), (57, 900), (84, 84), (20, 3900), (1, 190), (14, 42)]
-    sizes += [(rng.randint(8, 600), rng.randint(8, 600)) for _ in range(20)]
+    sizes += [(rng.randint(8, 600), rng.randint(8, 600)) for _ in range(42)]
+    assert len(sizes) == 50
     for number, (height, width) in enumerate(sizes):
         data = png(width, height, seed=number)
         want = processor(images=[Image.open(io.BytesIO(data))], return_tensors="np")
@@ -115,6 +122,14 @@ def damaged() -> bytes:
     return png(64, 64)[:400]
 
 
+def damaged_in_the_middle() -> bytes:
+    """Return a JPEG of which a part is missing."""
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(png(64, 64))).save(stream, "JPEG")
+    data = stream.getvalue()
+    return data[: len(data) // 2]
+
+
 WRONG = {
     "more marks": (row_of(png(), text="<image><image>?"), {}, "has 2 marks <image> and 1 picture."),
     "more pictures": (row_of(png(), png(), text="<image>"), {}, "has 1 mark <image> and 2 picture"),
@@ -122,6 +137,9 @@ WRONG = {
     "missing": (row_of("no/such.png"), {}, "names a picture that is missing .no/such.png"),
     "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
     "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, or a mapping"),
+    "empty": (row_of({"bytes": b"", "path": None}), {}, "has an empty picture; a picture is bytes"),
+    "half": (row_of(damaged()), {}, "has a picture that is damaged .*truncated"),
+    "half a jpeg": (row_of(damaged_in_the_middle()), {}, "has a picture that is damaged .*truncat"),
     "narrow": (row_of(png(805, 4)), {}, "has a picture of 805 x 4 pixels, narrower than 1 to 200"),
     "videos": ({**row_of(), "videos": ["a.mp4"]}, {}, "has videos, and tandem reads pictures only"),
     "long": (
@@ -140,15 +158,17 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_VL12_a_wrong_row_is_named_in_one_line(name: str, codec: TextCodec) -> None:  # noqa: N802
+    """VL12: file, row, rule and remedy."""
     row, values, message = WRONG[name]
     with pytest.raises(UserError, match=f"row 1 {message}|row 1 has a prompt.*{message}") as caught:
         load([row_of(), row], codec, **values)
     assert "\n" not in str(caught.value)
 
 
-def test_VL12_too_many_pictures_huge_ones_and_damaged_ones(  # noqa: N802
+def test_VL12_too_many_pictures_and_huge_ones(  # noqa: N802
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """VL12: the bounds of a row and of a picture."""
     rule = PictureRule(8, 64, 65536, 512, 4, VISION_TOKENS, max_pictures=1)
     with pytest.raises(UserError, match="row 0 has 2 pictures, more than .*limit_images=1"):
         load([row_of(png(), png())], codec, rule)
@@ -156,6 +176,62 @@ def test_VL12_too_many_pictures_huge_ones_and_damaged_ones(  # noqa: N802
     with pytest.raises(UserError, match="row 0 has a picture of 24 x 24 pixels, more than 500"):
         load([row_of(png())], codec)
     monkeypatch.undo()
-    (entry,) = load([row_of(damaged())], codec, max_prompt_length=100)
-    with pytest.raises(UserError, match="row 0 of data.train_files: a picture .* is damaged"):
-        entry.as_draw(0)
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 200)  # Pillow opens up to twice as many
+    with pytest.raises(UserError, match="row 0 has a picture .number 1. of more than 67108864 pix"):
+        load([row_of(png())], codec)
+
+
+@pytest.mark.parametrize(
+    ("picture", "values", "message"),
+    [
+        (png(), {"truncation": "left"}, "has pictures, which data.truncation=left could cut"),
+        (damaged(), {}, "has a picture that is damaged"),
+        (b"hello", {}, "has a picture .number 1. that is no picture file"),
+        (png(), {"max_length": 12}, "has 2. tokens, .*lower data.mm_processor_kwargs.max_pixels"),
+    ],
+)
+def test_VL12_a_wrong_demonstration_is_named_in_one_line(  # noqa: N802
+    picture: bytes, values: dict[str, Any], message: str, codec: TextCodec, tmp_path: Path
+) -> None:
+    """VL12: rows of fine-tuning."""
+    rows = [{"question": "<image>?", "answer": "3", "images": [x]} for x in (png(), picture)]
+    write_parquet(
+        [rows[0] | {"question": "?", "images": []}, rows[1]], tmp_path / "rows.parquet", key="test"
+    )
+    keys = {"prompt_key": "question", "response_key": "answer", "max_length": 128, **values}
+    config = SftDataConfig.model_validate({"train_files": str(tmp_path / "rows.parquet"), **keys})
+    with pytest.raises(UserError, match=f"row 1 {message}") as caught:
+        load_sft_examples(config, codec, pictures=RULE)
+    assert "\n" not in str(caught.value)
+
+
+def test_VL12_a_picture_that_is_damaged_after_the_start_is_named_when_it_is_drawn(  # noqa: N802
+    codec: TextCodec, tmp_path: Path
+) -> None:
+    """VL12: its file has changed."""
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(64, 64))
+    entries = load([row_of(), row_of(str(path))], codec, max_prompt_length=100)
+    path.write_bytes(damaged())
+    with pytest.raises(UserError, match="row 1 of data.train_files: a picture .* is damaged"):
+        open_source(entries, DataConfig(train_batch_size=2), total_epochs=1).draw(2)
+
+
+def test_pictures_of_a_batch_are_decoded_at_once_and_come_in_order(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows wait for each other, which they can only if both are being decoded."""
+    together, read = threading.Barrier(2, timeout=60), PictureSource.read
+
+    def read_together(source: PictureSource) -> Picture:
+        together.wait()
+        return read(source)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(PictureSource, "read", read_together)
+    entries = load([row_of(png(seed=i)) for i in range(4)], codec)
+    config = DataConfig(train_batch_size=4, shuffle=False)
+    drawn = open_source(entries, config, total_epochs=1).draw(4)
+    assert [prompt.row for prompt in drawn] == [0, 1, 2, 3]
+    colours = [prompt.pictures[0].pixels for prompt in drawn]
+    assert colours == [read(entry.pictures[0]).pixels for entry in entries]

@@ -211,6 +211,7 @@ class Word:
     row: int
     text: str
     content = b""
+    pictures = ()
 
     def as_draw(self, uid: int) -> str:
         return f"{uid}:{self.text}"

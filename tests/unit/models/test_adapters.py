@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.config.derived.adapters import ADAPTER_WEIGHTS, Adapters, Rule
+from tandem.config.derived.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, Rule
 from tandem.config.derived.sizes import ModelSizes
+from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
-from tandem.models.adapters import adapter_tensors
+from tandem.models.adapters import BASE_FILE, adapter_tensors
 from tandem.models.language_model import score_batch
+from tandem.models.weights import WEIGHTS_FILE
 from tests.fakes.tiny_adapters import ALL, SECTION, open_adapted, spread_b
 from tests.unit.models.tiny_models import NATIVE, pack_shared, sample_sequences, write_hf
 
@@ -102,6 +106,7 @@ def test_l1_log_probs_and_gradients_equal_pefts(
     of_log_probs: float,
     of_gradients: float,
 ) -> None:
+    """L1: packed with shared prompts here, and single sequences in the released peft."""
     folder, theirs, adapters = pair
     theirs = theirs.to(dtype)
     ours = open_adapted(
@@ -123,6 +128,7 @@ def test_l1_log_probs_and_gradients_equal_pefts(
 
 
 def test_l2_peft_reads_our_folder_and_we_read_pefts(pair: tuple[Path, Any, Adapters]) -> None:
+    """L2: names and tensors are those of peft bit for bit, and peft gives no warning."""
     folder, theirs, adapters = pair
     ours = open_adapted(folder / "base", replace(adapters, folder=folder / "theirs"))
     (folder / "ours").mkdir()
@@ -145,6 +151,39 @@ def _read(folder: Path) -> Adapters:
     return read_adapters(folder, key="adapter", section=SECTION)
 
 
+def _damage_weights(base: Path) -> None:
+    weights = load_file(base / WEIGHTS_FILE)
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, base / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def test_l13_adapters_of_another_base_of_the_same_sizes_are_refused(tmp_path: Path) -> None:
+    """L13: A checkpoint has the hash of its base, and a folder of peft the path."""
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "other")
+    shutil.copytree(tmp_path / "base", tmp_path / "copy")
+    _damage_weights(tmp_path / "other")
+    (tmp_path / "ours").mkdir()
+    open_adapted(tmp_path / "base").save(tmp_path / "ours")
+    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
+    (tmp_path / "theirs" / BASE_FILE).unlink()
+    for name in ("ours", "theirs"):
+        start = replace(ALL, folder=tmp_path / name)
+        open_adapted(tmp_path / "copy", start)
+        with pytest.raises(
+            UserError, match=r"lora_adapter_path=.* was trained on .*base, which ha"
+        ):
+            open_adapted(tmp_path / "other", start)
+    description = tmp_path / "theirs" / ADAPTER_CONFIG
+    content = json.loads(description.read_text())
+    description.write_text(json.dumps({**content, "base_model_name_or_path": "hub/model"}))
+    start = _read(tmp_path / "theirs")
+    open_adapted(tmp_path / "other", start)
+    (warning,) = start.warnings(2, model=str(tmp_path / "other"), sees=False)
+    assert "it says that its base is hub/model" in warning and "not checked" in warning
+    assert not list(start.warnings(2, model="copies/model", sees=False))
+
+
 def test_drawn_adapters_are_pefts_initial_values_and_change_nothing(tmp_path: Path) -> None:
     write_hf(NATIVE["qwen2_tied"](), tmp_path)
     model = open_adapted(tmp_path, ALL)
@@ -158,6 +197,7 @@ def test_drawn_adapters_are_pefts_initial_values_and_change_nothing(tmp_path: Pa
 
 
 def test_l10_the_weight_link_lists_adapters_alone(tmp_path: Path) -> None:
+    """L10: the bytes that are sent are those of the adapters."""
     write_hf(NATIVE["qwen2_tied"](), tmp_path)
     model = open_adapted(tmp_path, ALL)
     sent = sum(held.tensor.nbytes for held in model.trained_slices())
@@ -166,6 +206,7 @@ def test_l10_the_weight_link_lists_adapters_alone(tmp_path: Path) -> None:
 
 
 def test_l4_base_and_copies_share_the_storage_of_the_base(tmp_path: Path) -> None:
+    """L4: only the adapters of a copy are tensors of its own; a reference has none."""
     write_hf(NATIVE["qwen2_tied"](), tmp_path)
     model = open_adapted(tmp_path, ALL, base_dtype=torch.bfloat16)
     spread_b(model)

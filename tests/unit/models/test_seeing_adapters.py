@@ -48,6 +48,7 @@ def open_theirs(folder: Path) -> Any:
 
 
 def test_names_are_those_of_transformers_modules(folder: Path) -> None:
+    """L2: for models that see."""
     tensors = load_file(folder / "adapter" / ADAPTER_WEIGHTS)
     prefix = "base_model.model.model.language_model.layers."
     assert tensors and all(name.startswith(prefix) for name in tensors)
@@ -60,6 +61,7 @@ def test_names_are_those_of_transformers_modules(folder: Path) -> None:
 
 
 def test_log_probs_equal_pefts_and_the_tower_is_frozen(folder: Path) -> None:
+    """L1: for models that see."""
     ours, theirs, sequences = open_ours(folder), open_theirs(folder), make_batch()
     scores = score_batch(ours, pack(sequences), temperature=1.0, with_entropy=False).score_R
     base = theirs.get_base_model()
@@ -76,6 +78,7 @@ def test_log_probs_equal_pefts_and_the_tower_is_frozen(folder: Path) -> None:
 
 
 def test_a_merged_export_equals_pefts(folder: Path, tmp_path: Path) -> None:
+    """L3: for models that see."""
     merge_adapter(folder / "adapter", tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     open_theirs(folder).merge_and_unload().save_pretrained(tmp_path / "theirs")

@@ -61,6 +61,7 @@ def _bytes(slices: list[HeldSlice]) -> int:
 
 
 def test_l10_a_received_policy_has_its_base_and_takes_adapters(tmp_path: Path) -> None:
+    """L10: it reads the base itself, and only adapters change it."""
     write_hf(NATIVE["qwen2_tied"](), tmp_path)
     config = _config(tmp_path)
     spec = policy_spec(config, place_run(config), task="actor-train")

@@ -53,6 +53,7 @@ def base(tmp_path: Path) -> tuple[Path, int]:
 
 
 def test_l4_the_reference_and_the_rollout_have_no_copy_of_the_base(base: tuple[Path, int]) -> None:
+    """L4: in measured bytes."""
     folder, size = base
     before = bytes_of_weights()
     engines = build(folder)

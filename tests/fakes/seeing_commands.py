@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments that verl's two scripts for geo3k give to ``verl.trainer.main_ppo`` on GPUs.
+"""The words of verl's scripts for models that see, as bash passes them on.
 
-They are ``examples/grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh`` and ``run_qwen3_vl_8b_fsdp.sh`` (verl
-1dda039) with ``VERL_USE_UV=0``. Their arguments differ in model, name and one key.
+The two scripts of geo3k are ``examples/grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh`` and
+``run_qwen3_vl_8b_fsdp.sh`` (verl 1dda039) with ``VERL_USE_UV=0``. Their arguments differ in model,
+name and one key. The script of demonstrations is ``examples/sft/vlm/run_qwen3_vl_2b_fsdp.sh`` (verl
+b569a57) with the defaults of its variables, started in the home directory.
 """
 
 from __future__ import annotations
@@ -51,3 +53,23 @@ def geo3k_arguments(family: str, *, home: str) -> list[str]:
     """Return the arguments of the script for a family in a home directory."""
     files = [f"data.{part}_files={home}/data/geo3k/{name}.parquet" for part, name in _FILES]
     return [*files, *_SHARED.split(), *_OWN[family].split()]
+
+
+_DEMONSTRATIONS = """torchrun --standalone --nnodes=1 --nproc-per-node=8 -m verl.trainer.sft_trainer
+data.train_files={home}/data/pokemon-gpt4o-captions/train.parquet data.train_batch_size=96
+data.max_length=2048 data.pad_mode=no_padding data.truncation=error data.use_dynamic_bsz=True
+data.max_token_len_per_gpu=65536 model.path={home}/model/Qwen3-VL-2B-Instruct
+model.use_remove_padding=True engine=fsdp optim=fsdp optim.lr=2e-5 optim.lr_warmup_steps_ratio=0.01
+optim.weight_decay=0.1 optim.betas=[0.9,0.95] optim.clip_grad=1.0 optim.min_lr_ratio=0.1
+optim.warmup_style=cosine engine.ulysses_sequence_parallel_size=2 engine.strategy=fsdp2
+engine.fsdp_size=-1 trainer.test_freq=-1 trainer.save_freq=4000 trainer.logger=[console,wandb]
+trainer.project_name=verl_sft_test
+trainer.experiment_name=pokemon-qwen3-2b-fsdp-fsdp2-sp2-fsdp-1202a1 trainer.total_epochs=10
+trainer.default_local_dir={home}/open_verl/sft/verl_sft_test/pokemon-qwen3-2b-fsdp-fsdp2-sp2-fsdp-1202a1
+trainer.resume_mode=auto trainer.max_ckpt_to_keep=5
+checkpoint.save_contents=[model,optimizer,extra]"""
+
+
+def demonstration_words(*, home: str) -> list[str]:
+    """Return the command of the script of demonstrations in a home directory."""
+    return [word.replace("{home}", home) for word in _DEMONSTRATIONS.split()]
