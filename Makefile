@@ -66,7 +66,7 @@ test: $(DEV_STAMP)
 
 test-deep: $(DEV_STAMP)
 	@$(BIN)/python -m pytest -m deep -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) \
-	    tests/chaos tests/children tests/distributed tests/e2e/test_chaos_job.py tests/e2e/test_expert_learning.py tests/sim
+	    tests/chaos tests/children tests/distributed tests/e2e tests/sim
 
 # With the environments of make test-engines, it disturbs runs with vLLM and SGLang, too.
 chaos: $(DEV_STAMP)

@@ -87,6 +87,7 @@ def their_log_probs(model, ours, sequence):
 
 
 def test_VL1_tower_equals_transformers(pair):  # noqa: N802
+    """VL1: four pictures of other sizes at once. There are no videos."""
     model, ours = pair
     rng = random.Random(0)
     sizes = [(3, 2), (5, 7), (1, 1), (1, 6)]
@@ -105,6 +106,7 @@ def test_VL1_tower_equals_transformers(pair):  # noqa: N802
 
 
 def test_VL2_packed_log_probs_equal_transformers(pair):  # noqa: N802
+    """VL2: packed with shared prompts, prompts of text, and a drawn placeholder."""
     model, ours = pair
     sequences = make_batch()
     with torch.no_grad():
@@ -114,6 +116,7 @@ def test_VL2_packed_log_probs_equal_transformers(pair):  # noqa: N802
 
 
 def test_VL3_gradients_equal_transformers(pair):  # noqa: N802
+    """VL3: of tower, merger and decoder, also with layers computed again."""
     model, ours = pair
     sequences = make_batch()
     scores = score_batch(ours, pack(sequences), temperature=1.0, with_entropy=False).score_R
@@ -150,9 +153,10 @@ def short(name):
 
 
 def test_VL4_positions_equal_transformers(pair):  # noqa: N802
+    """VL4: 1000 random prompts, and the tokens behind them. There are no videos."""
     model, ours = pair
     rng = random.Random(2)
-    for _ in range(100):
+    for _ in range(1000):
         sizes = [(rng.randint(1, 5), rng.randint(1, 5)) for _ in range(rng.randint(1, 3))]
         prompt, pictures = draw_prompt(rng, sizes, first_id=VOCAB)
         given = theirs(model, prompt, pictures, patches=None)
@@ -198,6 +202,7 @@ def hub_layout(folder: Path, out: Path, *, flat: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_VL8_files_are_read_and_written_bitwise(family, tied, tmp_path):  # noqa: N802
+    """VL8: in the layouts of the hub and of transformers; transformers loads ours."""
     write_seeing(family, tmp_path / "theirs", tied=tied)
     source = load_file(tmp_path / "theirs" / "model.safetensors")
     ours = open_seeing(tmp_path / "theirs")

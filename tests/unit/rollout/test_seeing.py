@@ -19,7 +19,8 @@ from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import GenerationRequest, SamplingParams
 from tests.fakes.tiny_vision import FAMILIES, VOCAB, draw_prompt, theirs, write_seeing
 
-GREEDY = SamplingParams(0.0, 1.0, -1, 24, ignore_eos=True)
+GREEDY = SamplingParams(0.0, 1.0, -1, 64, ignore_eos=True)
+SHORT = replace(GREEDY, max_new_tokens=24)
 SAMPLED = replace(GREEDY, temperature=1.0, max_new_tokens=12)
 
 
@@ -60,6 +61,7 @@ def make_prompts():
 
 
 def test_VL6_greedy_tokens_are_those_of_transformers(case):  # noqa: N802
+    """VL6: 64 tokens, whose log-probs differ by at most 1e-4."""
     engine = new_engine(case.ours.decoder)
     prompts = make_prompts()
     engine.add(
@@ -82,16 +84,21 @@ def test_VL6_greedy_tokens_are_those_of_transformers(case):  # noqa: N802
             mm_token_type_ids=kinds,
             attention_mask=torch.ones_like(kinds),
             do_sample=False,
-            max_new_tokens=24,
-            min_new_tokens=24,
+            max_new_tokens=64,
+            min_new_tokens=64,
             eos_token_id=None,
             pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-        assert made[0, len(ids) :].tolist() == list(done[i].token_ids)
+        tokens = made.sequences[0, len(ids) :]
+        assert tokens.tolist() == list(done[i].token_ids)
+        log_probs = torch.log_softmax(torch.cat(made.logits), -1)[torch.arange(64), tokens]
+        assert np.abs(log_probs.numpy() - done[i].log_probs).max() < 1e-4
 
 
 def test_VL7_log_probs_are_those_of_the_trainer_also_after_new_weights(case):  # noqa: N802
-    """Samples that wait for rows, and rows whose states are computed again, see the pictures."""
+    """VL7: samples that wait for rows see the pictures, and rows that are computed again."""
     engine = new_engine(case.ours.decoder, rows=4)
     prompts = make_prompts()
     requests = [
@@ -115,6 +122,7 @@ def test_VL7_log_probs_are_those_of_the_trainer_also_after_new_weights(case):  #
 
 
 def test_VL10_a_frozen_tower_looks_once_and_has_no_gradient(case, monkeypatch):  # noqa: N802
+    """VL10: generation and two passes of training look at each picture once."""
     looked = []
     look = VisionTower.look
 
@@ -128,7 +136,7 @@ def test_VL10_a_frozen_tower_looks_once_and_has_no_gradient(case, monkeypatch): 
     prompts = [prompt for prompt in make_prompts() if prompt[1]]
     engine = new_engine(frozen.decoder)
     engine.add(
-        [GenerationRequest((i,), tuple(p), GREEDY, pictures=x) for i, (p, x) in enumerate(prompts)]
+        [GenerationRequest((i,), tuple(p), SHORT, pictures=x) for i, (p, x) in enumerate(prompts)]
     )
     done = finish(engine)
     sequences = [
