@@ -18,6 +18,7 @@ import pytest
 from tandem.driver.execution import SAME_REQUEST_S
 from tests.fakes.commands import Command, Conditions, Ended, run_command
 from tests.fakes.patience import PATIENCE_S
+from tests.fakes.seeing_files import RUN_KEYS, write_policy, write_rows
 from tests.fakes.tiny_run import (
     Material,
     metrics_of,
@@ -29,7 +30,7 @@ from tests.fakes.tiny_run import (
 
 MAX_ATTEMPTS = 30
 ENGINE_FILES = ("actor/model.safetensors", "actor/optimizer.pt")
-CHECKPOINT_FILES = (*ENGINE_FILES, "pipeline.json")
+CHECKPOINT_FILES = ("actor/*model.safetensors", "actor/optimizer.pt", "pipeline.json")
 
 
 def grpo(material: Material, run: Path) -> list[str]:
@@ -70,7 +71,37 @@ def sft(material: Material, run: Path) -> list[str]:
     return sft_arguments(material, run, "trainer.test_freq=2", "trainer.save_freq=1")
 
 
+def lora(material: Material, run: Path) -> list[str]:
+    """Four steps that train adapters, with a reference; each step is saved."""
+    return train_arguments(
+        material,
+        run,
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+    )
+
+
+def seeing(material: Material, run: Path) -> list[str]:
+    """Three steps of a model that sees; each step is saved."""
+    folder = run.parent / "seeing"
+    if not folder.exists():
+        write_rows(write_policy(folder) / "rows.parquet", 12)
+    return [
+        "train",
+        f"actor_rollout_ref.model.path={folder}",
+        f"data.train_files={folder / 'rows.parquet'}",
+        f"trainer.default_local_dir={run}",
+        *RUN_KEYS,
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=3",
+    ]
+
+
 RECIPES = {"grpo": grpo, "dapo": dapo, "sft": sft}
+ALL_RECIPES = {**RECIPES, "lora": lora, "seeing": seeing}
 WholeRun = Callable[[str], Path]
 
 
@@ -81,7 +112,7 @@ def whole_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -> W
     @cache
     def run(recipe: str) -> Path:
         folder = tmp_path_factory.mktemp(recipe)
-        ended = run_command(RECIPES[recipe](material, folder / "run"), folder=folder)
+        ended = run_command(ALL_RECIPES[recipe](material, folder / "run"), folder=folder)
         assert ended.code == 0, ended.stderr
         return folder / "run"
 
@@ -98,22 +129,29 @@ def check_same_run(run: Path, whole: Path) -> None:
     checkpoints = {path.name for path in whole.glob("global_step_*")}
     assert {path.name for path in run.glob("global_step_*")} == checkpoints
     for checkpoint in checkpoints:
-        for name in CHECKPOINT_FILES:
-            ours, theirs = (path / checkpoint / name for path in (run, whole))
-            assert ours.read_bytes() == theirs.read_bytes(), f"{checkpoint}/{name} differs"
+        for pattern in CHECKPOINT_FILES:
+            ours, theirs = ([*(path / checkpoint).glob(pattern)] for path in (run, whole))
+            (one,), (other,) = ours, theirs
+            assert one.read_bytes() == other.read_bytes(), f"{checkpoint}/{pattern} differs"
     assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(("recipe", "seed"), [("grpo", 1), ("grpo", 2), ("dapo", 1), ("sft", 1)])
+@pytest.mark.parametrize(
+    ("recipe", "seed"),
+    [("grpo", 1), ("grpo", 2), ("dapo", 1), ("sft", 1), ("lora", 1), ("seeing", 1)],
+)
 def test_23_killed_before_random_file_operations(
     recipe: str, seed: int, whole_run: WholeRun, material: Material, tmp_path: Path
 ) -> None:
-    """So that every moment of a save has its chance, however short it is."""
+    """So that every moment of a save has its chance, however short it is.
+
+    L9: with adapters. VL13: with pictures.
+    """
     run, draw = tmp_path / "run", random.Random(seed)
     codes: list[int] = []
     while 0 not in codes and len(codes) < MAX_ATTEMPTS:
         conditions = Conditions(die_at=draw.randint(15, 90))
-        arguments = RECIPES[recipe](material, run)
+        arguments = ALL_RECIPES[recipe](material, run)
         codes.append(run_command(arguments, folder=tmp_path, conditions=conditions).code)
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0]
     assert len(codes) > 1, "it was never killed"

@@ -43,6 +43,7 @@ def runs(material: Material, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def test_l10_results_do_not_depend_on_the_devices(runs: dict[str, Path]) -> None:
+    """L10: the policy of a rollout elsewhere is the trainer's after each update."""
     for place in ("two", "apart"):
         assert largest_difference(runs["one"], runs[place]) < 1e-5
     # The rollout's policy is the trainer's after each update, so its log-probs are too.

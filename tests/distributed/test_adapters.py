@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters over several ranks: L7 and L8 (an update is that of one device), L9 (checkpoints across
-numbers of ranks), and the reference, which computes with the trainer's base.
+"""Adapters over several ranks: L7 and L8 (gradients and updates are those of one device), L9
+(checkpoints across numbers of ranks), and the reference, which computes with the trainer's base.
 """
 
 from __future__ import annotations
@@ -8,23 +8,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tandem.api import Scores
 from tandem.config.derived.adapters import ADAPTER_WEIGHTS, Adapters
 from tandem.config.derived.pools import rank_layout
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
+from tandem.engines.fsdp import FsdpEngine
+from tandem.engines.single import SingleDeviceEngine
 from tandem.models.adapters import adapter_tensors
+from tandem.models.parallel import slices_of_rows
+from tandem.types import SliceSpec
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training import (
     TEMPERATURE,
     Case,
     Outcome,
     assembled,
+    copied_parts,
     deal,
     open_engine,
     open_single,
@@ -35,6 +42,7 @@ from tests.fakes.tiny_adapters import ALL, open_adapted, spread_b
 from tests.unit.models.tiny_models import NATIVE, write_hf
 
 OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5)
+UNCLIPPED = OptimConfig(lr=2e-3, clip_grad=1e9)
 SPLIT = {"tensor_model_parallel_size": 2}
 
 
@@ -78,7 +86,90 @@ def _train_all(
     return found
 
 
+Parts = list[tuple[SliceSpec, Tensor]]
+
+
+def _keep_gradients(engine: FsdpEngine | SingleDeviceEngine) -> dict[str, Tensor]:
+    """Return a mapping that will hold the gradients that the optimizer is given."""
+    kept: dict[str, Tensor] = {}
+    optimizer = engine._optimizer
+    step = optimizer.step
+
+    def keep(weights: Any, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
+        kept.update({name: gradient.clone() for name, gradient in gradients.items()})
+        step(weights, gradients, rate_factor=rate_factor)
+
+    optimizer.step = keep
+    return kept
+
+
+def _first_update(
+    rank: int, size: int, store_port: int, cases: Sequence[Case]
+) -> list[tuple[Parts, Parts]]:
+    """Return for each case a rank's parts of the first gradients, and of the weights after them."""
+    found: list[tuple[Parts, Parts]] = []
+    for case in cases:
+        engine = open_engine(case, rank=rank, size=size)
+        gradients = _keep_gradients(engine)
+        batches, num_rounds = deal(case, engine, rank=rank, size=size)
+        train_rank(engine, batches, num_rounds=num_rounds, num_steps=1)
+        regions = engine._model.shard_map.regions
+        parts = [
+            (held.spec, held.tensor)
+            for name, gradient in gradients.items()
+            for held in slices_of_rows(regions[name], gradient)
+        ]
+        found.append((parts, copied_parts(engine)))
+    return found
+
+
+def _first_update_alone(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of the first update on one device, and the weights after it."""
+    engine, weights = open_single(case)
+    gradients = _keep_gradients(engine)
+    train_single(engine, case, num_steps=1)
+    return gradients, weights
+
+
+def _require_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """Check that tensors differ by at most a share of their largest number."""
+    assert found.keys() == expected.keys() and all("lora" in name for name in found)
+    for name, tensor in expected.items():
+        largest = float(tensor.abs().max())
+        assert float((found[name] - tensor).abs().max()) <= limit * largest, name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_l7_l8_gradients_over_ranks_are_those_of_one_device(cases: list[Case], size: int) -> None:
+    """L7: data parallelism, tensor parallelism and Ulysses in fp32, 1e-5 of the largest number.
+    L8: FSDP2 over a frozen bf16 base with the same micro-batches, 1e-6, as the update.
+    """
+    whole, half = cases[1], cases[4]
+    ways = [{}, SPLIT, {"ulysses_sequence_parallel_size": 2}, {"fsdp_size": 2}]
+    of_l7 = [replace(whole, optim=UNCLIPPED, config=config, max_sequences=2) for config in ways]
+    of_l8 = replace(half, optim=UNCLIPPED, max_sequences=2)
+    ranks = run_ranks(_first_update, size, [*of_l7, of_l8])
+    alone = _first_update_alone(of_l7[0])
+    for number in range(len(of_l7)):
+        gradients = assembled(part for rank in ranks for part in rank[number][0])
+        _require_close(gradients, alone[0], 1e-5)
+    gradients, weights = (assembled(x for rank in ranks for x in rank[-1][i]) for i in (0, 1))
+    expected = _first_update_alone(of_l8)
+    _require_close(gradients, expected[0], 1e-6)
+    _require_close(weights, expected[1], 1e-6)
+
+
+def test_l7_gradients_do_not_depend_on_micro_batches(cases: list[Case]) -> None:
+    """L7: of one sequence to the whole mini-batch, so that prompts are shared by other numbers."""
+    whole = replace(cases[1], optim=UNCLIPPED, config={})
+    expected, _ = _first_update_alone(replace(whole, max_sequences=15))
+    for max_sequences in (1, 2, 4, 7):
+        gradients, _ = _first_update_alone(replace(whole, max_sequences=max_sequences))
+        _require_close(gradients, expected, 1e-5)
+
+
 def test_l7_l8_two_ranks_train_what_one_device_trains(cases: list[Case], tmp_path: Path) -> None:
+    """L7, L8: five steps, over a base in fp32 and in bf16."""
     for number in range(len(cases)):
         (tmp_path / str(number)).mkdir()
     ranks = run_ranks(_train_all, 2, cases, tmp_path)
@@ -139,6 +230,7 @@ def _continue(
 
 
 def test_l9_two_ranks_continue_what_one_device_began(cases: list[Case], tmp_path: Path) -> None:
+    """L9: from a checkpoint of one device."""
     case = cases[0]
     engine, weights = open_single(case)
     train_single(engine, case, num_steps=2)

@@ -189,7 +189,7 @@ def _with_pictures(keys: Sequence[int]) -> tuple[TrainSequence, ...]:
 
 
 def test_VL9_two_ranks_that_see(that_see: dict[str, Path]) -> None:  # noqa: N802
-    """Of the ranks of a round, sometimes one alone has pictures, and once none of them has."""
+    """VL9: Of the ranks of a round, sometimes one alone has pictures, and once none of them has."""
     first, second = (
         Case(that_see[family], ADAMW, sequences=_with_pictures([0, 2, 3]))
         for family in SEEING_FAMILIES
