@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VL9: runs of a model that sees, on several devices, have the results of one device."""
+"""Runs of a model that sees, on several devices, have the results of one device (VL9), also if they
+are resumed (VL13).
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,25 @@ PLACES = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run at each place."""
     root = tmp_path_factory.mktemp("seeing")
-    policy, rows = write_policy(root / "model", "qwen3_vl"), write_rows(root / "rows.parquet", 12)
-    files = (f"actor_rollout_ref.model.path={policy}", f"data.train_files={rows}")
+    write_rows(write_policy(root / "model", "qwen3_vl") / "rows.parquet", 12)
     for place, keys in PLACES.items():
-        folder = f"trainer.default_local_dir={root / place}"
-        ended = run_command(["train", *files, *KEYS, folder, *keys], folder=root / f"{place}_out")
-        assert ended.code == 0, ended.stderr
+        train(root, place, *keys)
     return root
 
 
+def train(root: Path, place: str, *keys: str) -> None:
+    """Run the training into a folder, which must end well."""
+    files = (
+        f"actor_rollout_ref.model.path={root / 'model'}",
+        f"data.train_files={root / 'model' / 'rows.parquet'}",
+        f"trainer.default_local_dir={root / place}",
+    )
+    ended = run_command(["train", *files, *KEYS, *keys], folder=root / f"{place}_out")
+    assert ended.code == 0, ended.stderr
+
+
 def test_vl9_results_do_not_depend_on_the_devices(root: Path) -> None:
+    """VL9: two devices that do all, and one that trains beside one that generates."""
     # Sums over two ranks are in another order.
     assert largest_difference(root / "one", root / "two") < 1e-5
     # Without a lag, an asynchronous run draws and trains what a synchronous one does.
@@ -55,7 +66,7 @@ def test_vl9_results_do_not_depend_on_the_devices(root: Path) -> None:
 
 
 def test_vl9_a_checkpoint_of_several_ranks_has_the_tower(root: Path) -> None:
-    """A frozen one as it was, although the ranks neither shard nor send it."""
+    """VL9: A frozen one as it was, although the ranks neither shard nor send it."""
     start = load_file(root / "model" / "model.safetensors")
     for place in ("two", "apart_frozen"):
         export_sharded(root / place / "global_step_2" / "actor", root / f"{place}_exported")
@@ -65,3 +76,12 @@ def test_vl9_a_checkpoint_of_several_ranks_has_the_tower(root: Path) -> None:
         of_tower = {name for name in start if "visual." in name}
         assert (of_tower <= kept) == (place != "two")
         assert not kept - of_tower
+
+
+def test_vl13_an_asynchronous_run_is_resumed(root: Path) -> None:
+    """VL13: the second of its two steps is trained by another start, with the same results."""
+    keys = (*PLACES["apart_frozen"], "trainer.save_freq=1")
+    train(root, "resumed", *keys, "trainer.total_training_steps=1")
+    train(root, "resumed", *keys)
+    assert list(metrics_of(root / "resumed")) == [1, 2]
+    assert largest_difference(root / "apart_frozen", root / "resumed") < 1e-5
