@@ -326,7 +326,7 @@ def _data_of(picture: Any) -> bytes | Path:
         return picture
     if isinstance(picture, str) and picture:
         return Path(picture.removeprefix("file://")).expanduser()
-    if not picture or isinstance(picture, Mapping):
+    if picture is None or isinstance(picture, Mapping | bytes | str):
         raise RowFault(f"has an empty picture; {_FORMS}")
     raise RowFault(f"has a picture that is {type(picture).__name__}; {_FORMS}")
 

@@ -256,15 +256,17 @@ def require_own_base(folder: Path, base: Path, *, key: str) -> None:
     """Raise UserError if an adapter to start from was trained on other weights than ``base`` has.
 
     A checkpoint has a hash of its base. PEFT's description has a path or a name; the weights are
-    compared if it is the path of a folder on this host.
+    compared if it is the path of a folder on this host, and if those of ``base`` are here.
     """
+    if not _has_weights(base):
+        return
     if (folder / BASE_FILE).is_file():
         trained_on = read_base(folder, key=key)
         path, digest = trained_on.path, trained_on.digest
         remedy = f"Use {path}, or an adapter of this model."
     else:
         path = base_of(folder)
-        if not path or not (Path(path) / "config.json").is_file():
+        if not path or not _has_weights(Path(path)):
             return
         digest = base_digest(Path(path))
         remedy = "Use that model, or remove base_model_name_or_path in a copy of the adapter."
@@ -297,6 +299,14 @@ def base_digest(folder: Path) -> str:
                 content.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(content.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a model's files are in a folder, and not its configuration alone."""
+    try:
+        return (folder / "config.json").is_file() and bool(weight_files(folder))
+    except UserError:
+        return False
 
 
 def _parts(config: DecoderConfig) -> dict[str, list[FileTensor]]:

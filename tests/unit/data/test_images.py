@@ -137,6 +137,8 @@ WRONG = {
     "missing": (row_of("no/such.png"), {}, "names a picture that is missing .no/such.png"),
     "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
     "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, or a mapping"),
+    "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
+    "none": (row_of(None), {}, "has an empty picture; a picture is bytes"),
     "empty": (row_of({"bytes": b"", "path": None}), {}, "has an empty picture; a picture is bytes"),
     "half": (row_of(damaged()), {}, "has a picture that is damaged .*truncated"),
     "half a jpeg": (row_of(damaged_in_the_middle()), {}, "has a picture that is damaged .*truncat"),

@@ -21,6 +21,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import BASE_FILE, adapter_tensors
+from tandem.models.folder import adapt_folder, check_folder
 from tandem.models.language_model import score_batch
 from tandem.models.weights import WEIGHTS_FILE
 from tests.fakes.tiny_adapters import ALL, SECTION, open_adapted, spread_b
@@ -158,7 +159,9 @@ def _damage_weights(base: Path) -> None:
 
 
 def test_l13_adapters_of_another_base_of_the_same_sizes_are_refused(tmp_path: Path) -> None:
-    """L13: A checkpoint has the hash of its base, and a folder of peft the path."""
+    """L13: checkpoints have a hash of the base, and folders of peft its path. Without the weights
+    of the model, as in a plan, nothing is compared.
+    """
     write_hf(NATIVE["qwen2_tied"](), tmp_path / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "other")
     shutil.copytree(tmp_path / "base", tmp_path / "copy")
@@ -174,6 +177,10 @@ def test_l13_adapters_of_another_base_of_the_same_sizes_are_refused(tmp_path: Pa
             UserError, match=r"lora_adapter_path=.* was trained on .*base, which ha"
         ):
             open_adapted(tmp_path / "other", start)
+    (tmp_path / "other" / WEIGHTS_FILE).rename(tmp_path / "elsewhere")
+    without_weights = check_folder(str(tmp_path / "other"), load_weight=False)
+    adapt_folder(without_weights, start, seed=0)
+    (tmp_path / "elsewhere").rename(tmp_path / "other" / WEIGHTS_FILE)
     description = tmp_path / "theirs" / ADAPTER_CONFIG
     content = json.loads(description.read_text())
     description.write_text(json.dumps({**content, "base_model_name_or_path": "hub/model"}))
