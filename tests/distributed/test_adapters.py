@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _keep_gradients(engine: FsdpEngine | SingleDeviceEngine) -> dict[str, Tensor
     optimizer = engine._optimizer
     step = optimizer.step
 
-    def keep(weights: Any, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
+    def keep(weights: Any, gradients: Mapping[str, Tensor], *, rate_factor: float) -> None:
         kept.update({name: gradient.clone() for name, gradient in gradients.items()})
         step(weights, gradients, rate_factor=rate_factor)
 

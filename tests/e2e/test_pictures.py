@@ -13,9 +13,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.driver import train
+from tandem.driver.launch import local_site
+from tandem.driver.run import run_prepared
 from tandem.errors import UserError
 from tandem.quickstart import command, pictures
+from tandem.quickstart.materials import Materials
 from tandem.quickstart.pictures import COLOURS, Scene, draw_scenes, paint, score
+from tests.fakes.tiny_run import metrics_of
+
+ON_CPU = ("trainer.device=cpu", "trainer.logger=[]")
 
 
 def test_answers_follow_from_the_scene() -> None:
@@ -75,6 +84,47 @@ def test_the_quickstart_with_pictures_ends_with_its_numbers(
     assert "tandem sample" not in told.err
 
 
+def reinforced(materials: Materials, model: Path, folder: Path) -> list[float]:
+    """Return the greedy accuracy before and after 30 small steps of the quickstart's GRPO."""
+    arguments = (
+        str(Path(command.__file__).parent / "grpo.yaml"),
+        *pictures.GRPO_KEYS,
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={materials.train}",
+        f"data.val_files={materials.test}",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=8",
+        f"trainer.default_local_dir={folder}",
+        "trainer.total_training_steps=30",
+        "trainer.test_freq=30",
+        *ON_CPU,
+    )
+    config = load_config(RunConfig, arguments).config
+    assert run_prepared(local_site(config), train.prepare(config)).exit_code == 0
+    rows = metrics_of(folder)
+    return [rows[step]["val-core/tandem/pictures/acc/mean@1"] for step in (0, 30)]
+
+
+def test_VL11_reward_teaches_to_look_and_black_pictures_nothing(  # noqa: N802
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VL11: a short form, which asks for colours alone."""
+    sizes = {"BATCH": 32, "NUM_GOOD_STEPS": 100, "NUM_HABIT_STEPS": 20, "NUM_TRAIN": 500}
+    for name, value in {**sizes, "NUM_TEST": 100, "NUM_UNSEEN": 10}.items():
+        monkeypatch.setattr(pictures, name, value)
+    monkeypatch.setattr(pictures, "KINDS", ("colour",))
+    kinds = {"seed": 0, "family": "qwen2_5_vl"}
+    seen = pictures.prepare_pictures(tmp_path / "seen", is_black=False, **kinds)
+    black = pictures.prepare_pictures(tmp_path / "black", is_black=True, **kinds)
+    steps = ("data.train_batch_size=32", "trainer.total_training_steps=120")
+    keys = (*pictures.SFT_KEYS, *steps, *ON_CPU)
+    warm = command.warm_start(seen, tmp_path / "sft", seed=0, keys=keys)
+    before, after = reinforced(seen, warm, tmp_path / "looking")
+    assert before < 0.5 and after >= 0.65
+    assert reinforced(black, warm, tmp_path / "blind")[1] < 0.5
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "least", "most"),
@@ -93,6 +143,7 @@ def test_VL11_the_model_learns_to_look(  # noqa: N802
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """VL11: the whole quickstart."""
     assert command.run(["--vision", "--folder", str(tmp_path), *words]) == 0
     numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert least <= numbers["accuracy_after"] <= most
