@@ -133,7 +133,7 @@ class CheckpointStore:
         """
         later = [path for path in _step_folders(self.folder) if _step_of(path) > after_step]
         tracker = self.folder / TRACKER_NAME
-        named = tracker.read_text() if tracker.exists() else ""
+        named = tracker.read_text(errors="replace") if tracker.exists() else ""
         if later:
             folder.mkdir(exist_ok=True)
             _replace_text(folder / TRACKER_NAME, str(max(map(_step_of, later))))

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 from zipfile import is_zipfile
 
 import torch
@@ -58,11 +58,19 @@ def read_state(
         raise incomplete(folder, f"it has no complete {OPTIMIZER_FILE}")
     try:
         state = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as error:
         cause = " ".join(str(error).split())[:120]
         raise incomplete(folder, f"{OPTIMIZER_FILE} cannot be read ({cause})") from error
+    if not isinstance(state, dict) or not _is_state(cast("dict[object, object]", state)):
+        raise incomplete(folder, f"{OPTIMIZER_FILE} is not one that tandem wrote")
     require_model(folder, model, saved=state["model"])
     return state
+
+
+def _is_state(state: Mapping[object, object]) -> bool:
+    """Return whether the content of ``OPTIMIZER_FILE`` has its parts."""
+    are_moments = isinstance(state.get("optimizer"), dict)
+    return are_moments and "model" in state and isinstance(state.get("schedule_step"), int)
 
 
 def require_model(folder: Path, model: str, *, saved: str) -> None:

@@ -139,9 +139,20 @@ def load_sharded(
 def read_record(folder: Path) -> Record:
     """Read the record of a checkpoint. Raise UserError if it is missing or damaged."""
     try:
-        return Record(**json.loads((folder / SHARDED_FILE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        record = Record(**json.loads((folder / SHARDED_FILE).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise incomplete(folder, f"{SHARDED_FILE} cannot be read ({error})") from error
+    if not _is_sound(record):
+        raise incomplete(folder, f"{SHARDED_FILE} cannot be read (tandem did not write it)")
+    return record
+
+
+def _is_sound(record: Record) -> bool:
+    """Return whether the values of a record have their types."""
+    if not isinstance(getattr(torch, str(record.dtype), None), torch.dtype):
+        return False
+    moments: object = record.moments  # of JSON, so of any type
+    return isinstance(moments, dict) and isinstance(record.schedule_step, int)
 
 
 def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> None:

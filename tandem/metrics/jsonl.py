@@ -84,7 +84,7 @@ def truncate_after(path: Path, step: int, *, aside: Path | None = None) -> None:
                 rest = stream.read()
                 later += line + rest if rest else b""
                 break
-            if record.get("step", step) > step:
+            if _step_of(record, default=step) > step:
                 later += line
             elif later:
                 late += line
@@ -98,6 +98,12 @@ def truncate_after(path: Path, step: int, *, aside: Path | None = None) -> None:
             stream.seek(size)
             stream.write(late)  # before truncating, so that a kill loses no record
             stream.truncate()
+
+
+def _step_of(record: Mapping[str, Any], *, default: int) -> int:
+    """Return the step of a record, or the default if it has none that is a number."""
+    step = record.get("step")
+    return step if isinstance(step, int) else default
 
 
 def last_step(path: Path) -> int:

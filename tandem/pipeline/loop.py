@@ -93,8 +93,7 @@ class Pipeline:
             is_validated: whether a validation of that step is on record. If one was due, and the
                 run was killed before it ended, it is repeated.
         """
-        numbers = ("metrics", "kl_coefficient")
-        state = resume(self._context.source, checkpoint, numbers=numbers)
+        state = resume(self._context.source, checkpoint, numbers=("kl_coefficient",))
         self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._validated_step = checkpoint.step if is_validated else -1
         if isinstance(self._controller, AdaptiveKl):

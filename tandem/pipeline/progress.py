@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,37 +36,37 @@ class RunSummary:
 
 
 def resume(
-    source: Source[Any], checkpoint: Checkpoint, *, numbers: Sequence[str] = ("metrics",)
+    source: Source[Any], checkpoint: Checkpoint, *, numbers: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Continue the data of a run after a checkpoint, and return the state of the checkpoint.
 
     Args:
-        numbers: the parts of the state that are numbers, or objects of numbers.
+        numbers: the parts of the state, besides the metrics of its step, that are numbers.
 
     Raises:
         UserError: the checkpoint belongs to other data, or its state is not that of a run.
     """
     state = checkpoint.read_state()
     source.restore(state.get("data", {}))
-    _check_numbers({name: state.get(name) for name in numbers}, checkpoint)
+    metrics = state.get("metrics")
+    of_step = cast("dict[str, object]", metrics) if isinstance(metrics, dict) else {"": None}
+    _check_numbers("metrics", of_step.values(), checkpoint=checkpoint)
+    for name in numbers:
+        _check_numbers(name, [state.get(name)], checkpoint=checkpoint)
     logger.info("resumed from %s", checkpoint.folder)
     return state
 
 
-def _check_numbers(values: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Raise UserError unless each value is a number, or an object of numbers."""
-    for name, value in values.items():
-        found = (
-            list(cast("dict[str, object]", value).values()) if isinstance(value, dict) else [value]
+def _check_numbers(name: str, values: Iterable[object], *, checkpoint: Checkpoint) -> None:
+    """Raise UserError, with the name of the values, unless each of them is a number."""
+    if not all(isinstance(each, int | float) for each in values):
+        raise UserError(
+            "trainer.resume_from_path",
+            str(checkpoint.folder),
+            rule=f"{STATE_NAME} has no {name}, or they are not numbers",
+            remedy="Name a folder global_step_N that tandem wrote, or set "
+            "trainer.resume_mode=disable.",
         )
-        if not all(isinstance(each, int | float) for each in found):
-            raise UserError(
-                "trainer.resume_from_path",
-                str(checkpoint.folder),
-                rule=f"{STATE_NAME} has no {name}, or they are not numbers",
-                remedy="Name a folder global_step_N that tandem wrote, or set "
-                "trainer.resume_mode=disable.",
-            )
 
 
 async def save_model(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, 
                 remedy="Remove that line.",
             )
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
+            if name != "step" and isinstance(value, int | float) and isfinite(value):
                 columns.setdefault(name, {})[step] = float(value)
     return {name: sorted(values.items()) for name, values in columns.items()}
 

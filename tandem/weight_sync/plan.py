@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -187,17 +187,16 @@ def make_plan(
         SyncError: a tensor or a part of one is held or needed by no process, or shapes differ.
     """
     _check_tensors(layouts)
-    holders = _holders(layouts)
-    demands: dict[_Demand, tuple[int, ...]] = {}
+    covers = _Covers(_holders(layouts))
+    demands: dict[_Demand, list[int]] = {}
     local: list[list[TensorRegion]] = [[] for _ in layouts]
     for rank, layout in enumerate(layouts):
-        needed = [_cover(need, holders[need.name], receiver=rank) for need in layout.needs]
-        for content, sources in itertools.chain.from_iterable(needed):
-            if rank in sources:
-                local[rank].append(content)
+        island = islands[rank] if islands else ""
+        for part in covers.parts_of(layout, rank):
+            if rank in part.sources:
+                local[rank].append(part.content)
             else:
-                demand = _Demand(content, sources, islands[rank] if islands else "")
-                demands[demand] = (*demands.get(demand, ()), rank)
+                part.receivers_in(island, demands).append(rank)
     routes = [
         [(route, filled) for filled in _messages_of(contents, message_bytes)]
         for route, contents in _choose_senders(demands).items()
@@ -246,25 +245,91 @@ def _holders(layouts: Sequence[Layout]) -> dict[str, dict[Region, tuple[int, ...
     return holders
 
 
-def _cover(
-    need: SliceSpec, holders: Holders, *, receiver: int
-) -> list[tuple[TensorRegion, tuple[int, ...]]]:
-    """Cut a needed slice along the held regions, those of the receiver first."""
-    found: list[tuple[TensorRegion, tuple[int, ...]]] = []
+@dataclass(slots=True)
+class _Part:
+    """A part of a needed slice.
+
+    Attributes:
+        sources: the ranks that hold it.
+        receivers: for each island, the ranks to which it has to be sent.
+    """
+
+    content: TensorRegion
+    sources: tuple[int, ...]
+    receivers: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+
+    def receivers_in(self, island: str, demands: dict[_Demand, list[int]]) -> list[int]:
+        """Return the receivers in an island, which ``demands`` lists too."""
+        found = self.receivers.get(island)
+        if found is None:
+            found = demands.setdefault(_Demand(self.content, self.sources, island), [])
+            self.receivers[island] = found
+        return found
+
+
+class _Covers:
+    """Needed slices, cut along the held regions. What many processes need is cut only once."""
+
+    def __init__(self, holders: Mapping[str, Holders]) -> None:
+        self._holders = holders
+        self._parts: dict[SliceSpec, list[_Part]] = {}
+        self._rows: dict[SliceSpec, bool] = {}
+
+    def parts_of(self, layout: Layout, rank: int) -> Iterator[_Part]:
+        """Yield the parts of all slices that a process needs, of each those that it holds first."""
+        held = {spec.name for spec in layout.sends}
+        for need in layout.needs:
+            yield from self._cut(need, receiver=rank, holds=need.name in held)
+
+    def _cut(self, need: SliceSpec, *, receiver: int, holds: bool) -> list[_Part]:
+        holders = self._holders[need.name]
+        parts = self._parts.get(need)
+        if parts is None:
+            parts = self._parts[need] = _cover(need, holders, receiver=receiver)
+            self._rows[need] = _are_rows(need, parts, holders=holders)
+        if not holds:
+            return parts
+        if self._rows[need]:
+            return sorted(parts, key=lambda part: receiver not in part.sources)
+        own_first = sorted(holders.items(), key=lambda item: receiver not in item[1])
+        return _cover(need, dict(own_first), receiver=receiver)
+
+
+def _are_rows(need: SliceSpec, parts: Sequence[_Part], *, holders: Holders) -> bool:
+    """Return whether the parts are the same in whatever order the held regions are taken.
+
+    This is so if no held regions overlap within the slice, and all cut it along one dimension.
+    """
+    whole = Region(need.offset, need.size)
+    within = [common for region in holders if (common := intersection(region, whole))]
+    if sum(region.num_elements for region in within) != whole.num_elements:
+        return False
+    cuts = {
+        dimension
+        for part in parts
+        for dimension, size in enumerate(part.content.region.size)
+        if size < need.size[dimension]
+    }
+    return len(cuts) <= 1
+
+
+def _cover(need: SliceSpec, holders: Holders, *, receiver: int) -> list[_Part]:
+    """Cut a needed slice along the held regions, in their order."""
+    found: list[_Part] = []
     holes = [Region(need.offset, need.size)] if 0 not in need.size else []
-    for region, sources in sorted(holders.items(), key=lambda item: receiver not in item[1]):
+    for region, sources in holders.items():
         overlaps = [(hole, intersection(hole, region)) for hole in holes]
         for hole, common in overlaps:
             if common is not None:
                 holes.remove(hole)
                 holes += subtract(hole, common)
-                found.append((TensorRegion(need.name, need.dtype, common), sources))
+                found.append(_Part(TensorRegion(need.name, need.dtype, common), sources))
     if holes:
         raise SyncError(f"{need.name}: rank {receiver} needs {holes[0]} and no rank holds it")
     return found
 
 
-def _choose_senders(demands: Mapping[_Demand, tuple[int, ...]]) -> dict[Route, list[TensorRegion]]:
+def _choose_senders(demands: Mapping[_Demand, Sequence[int]]) -> dict[Route, list[TensorRegion]]:
     """Assign the largest regions first, each to the holder with the fewest bytes so far."""
     loads: dict[int, int] = {}
     senders: dict[_Demand, int] = {}
@@ -274,7 +339,7 @@ def _choose_senders(demands: Mapping[_Demand, tuple[int, ...]]) -> dict[Route, l
         senders[demand] = sender
     routes: dict[Route, list[TensorRegion]] = {}
     for demand, receivers in demands.items():
-        routes.setdefault(Route(senders[demand], receivers), []).append(demand.content)
+        routes.setdefault(Route(senders[demand], tuple(receivers)), []).append(demand.content)
     return routes
 
 

@@ -86,6 +86,7 @@ def pool_jobs(
         store: the place of the driver's store.
     """
     training = platforms[placement.pool_of("actor-train").name]
+    trained = trained_model(config)
     is_mixed = len({platform.name for platform in platforms.values()}) > 1
 
     def policy(task: str) -> PolicySpec:
@@ -116,13 +117,13 @@ def pool_jobs(
         return WorkerJob(
             platform=platforms[pool.name],
             store=store,
-            timeout_s=trained_model(config).timeout_s,
+            timeout_s=trained.timeout_s,
             trainer=trainer("actor-train") if "actor-train" in pool.tasks else None,
             critic=trainer(CRITIC) if CRITIC in auxiliary else None,
             reward_model=policy(REWARD_MODEL) if REWARD_MODEL in auxiliary else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=reference(pool),
-            base=None if trained_model(config).adapters is None else policy("actor-train"),
+            base=policy("actor-train") if trained.adapters or trained.freezes_tower else None,
             rollout=rollouts.get(pool.name),
             link=links.get(pool.name),
             is_replaceable=pool.name in replaceable_pools(config, placement),

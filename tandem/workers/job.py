@@ -100,7 +100,8 @@ class WorkerJob:
         critic, reward_model: the models besides the policy, in the pool that trains.
         scorer: the policy in training, in a pool that neither trains nor generates.
         reference: the initial policy.
-        base: the policy whose base all processes of the run must read alike; None without adapters.
+        base: the policy whose frozen weights all processes of the run must read alike: the base of
+            its adapters, or its vision tower. None if all its weights are trained.
         is_replaceable: whether a worker of the pool can be started again without the others.
     """
 

@@ -110,28 +110,31 @@ def open_policy(
 
 
 def require_same_base(spec: PolicySpec, store: Store, *, host: str) -> None:
-    """Compare the base of adapters on this host with that of the process that came first.
+    """Compare the frozen weights on this host with those of the process that came first.
 
-    Each process reads the base from its own disk, and the weight link carries adapters alone, so
-    that other weights would show as a policy that lags behind without an end.
+    They are the base of adapters, or a frozen vision tower. Each process reads them from its own
+    disk, and the weight link does not carry them, so that other weights would show as a policy that
+    lags behind without an end.
 
     Args:
         store: the store that all processes of the run share.
         host: the name of this host, for messages.
 
     Raises:
-        UserError: the weights differ.
+        UserError: the files of weights differ.
     """
-    assert spec.adapters is not None, "only adapters have a base"
-    folder = policy_folder(spec)
+    folder = received_folder(spec)
+    if not _keeps_weights(spec, folder):
+        return
     own = f"{base_digest(folder.path)} {host}:{folder.path}"
     digest, _, place = store.compare_set(_BASE, "", own).decode().partition(" ")
     if own.partition(" ")[0] != digest:
+        part = "frozen vision tower" if spec.adapters is None else "base of the adapters"
         raise UserError(
-            f"{spec.adapters.section}.path",
+            folder.key if spec.adapters is None else f"{spec.adapters.section}.path",
             str(folder.path),
-            rule=f"on {host} it has other weights than {place}, and each process reads the base of "
-            "the adapters from its own disk",
+            rule=f"on {host} it has other weights than {place}, and each process reads the {part} "
+            "from its own disk",
             remedy="Copy one folder to all hosts.",
         )
 
@@ -188,10 +191,14 @@ def received_folder(spec: PolicySpec) -> ModelFolder:
     model = spec.model
     trusts = model.trust_remote_code
     folder = check_folder(model.path, trust_remote_code=trusts, load_weight=False)
+    return policy_folder(spec) if _keeps_weights(spec, folder) else folder
+
+
+def _keeps_weights(spec: PolicySpec, folder: ModelFolder) -> bool:
+    """Return whether the folder has weights that do not change and that the link does not carry."""
     config = folder.decoder_config
     sees = config is not None and config.vision is not None
-    needs_weights = spec.adapters is not None or (spec.freezes_tower and sees)
-    return policy_folder(spec) if needs_weights else folder
+    return spec.adapters is not None or (spec.freezes_tower and sees)
 
 
 def changing_slices(model: ShardedModel | FsdpModel) -> Callable[[], list[HeldSlice]]:

@@ -164,6 +164,17 @@ def test_a_state_that_is_not_an_object_is_refused(content: bytes, tmp_path: Path
         open_checkpoint(tmp_path / "global_step_1").read_state()
 
 
+def test_a_new_run_sets_a_tracker_of_nonsense_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    store.set_aside(tmp_path / "before", after_step=-1)
+    assert store.latest() is None
+    assert CheckpointStore(tmp_path / "before").latest() == open_checkpoint(
+        tmp_path / "before" / "global_step_2"
+    )
+
+
 def test_a_folder_in_the_place_of_the_tracker_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
     with pytest.raises(UserError, match="holds no step number"):

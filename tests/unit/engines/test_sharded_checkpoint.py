@@ -9,6 +9,7 @@ import pickle
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.optim import PolicyOptimizer
-from tandem.engines.sharded_checkpoint import export_sharded, load_sharded, save_sharded
+from tandem.engines.sharded_checkpoint import (
+    export_sharded,
+    load_sharded,
+    read_record,
+    save_sharded,
+)
 from tandem.engines.shards import unsharded_map
 from tandem.engines.single import SingleDeviceEngine
 from tandem.errors import UserError
@@ -127,6 +133,27 @@ def test_an_incomplete_checkpoint_is_refused(
     with pytest.raises(UserError, match="cannot be read") as refusal:
         trained.restore(tmp_path)
     assert "\n" not in str(refusal.value), name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "no such"},
+        {"dtype": "nn"},
+        {"dtype": 3},
+        {"moments": []},
+        {"schedule_step": None},
+        {"other": 1},
+    ],
+)
+def test_a_record_of_other_content_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    record = {"model": "m", "dtype": "float32", "moments": {}, "schedule_step": 3}
+    (tmp_path / SHARDED_FILE).write_text(json.dumps(record))
+    assert read_record(tmp_path).schedule_step == 3
+    for content in (json.dumps(record | change), "[]", "[" * 100_000):
+        (tmp_path / SHARDED_FILE).write_text(content)
+        with pytest.raises(UserError, match=f"{SHARDED_FILE} cannot be read"):
+            read_record(tmp_path)
 
 
 class Hostile:

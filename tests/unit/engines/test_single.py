@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.algorithms.sft import SftLoss
 from tandem.config.schema.optim import OptimConfig
 from tandem.data.packing import in_sequence_order, pack_microbatches, plan_microbatches
-from tandem.engines.checkpoint import OPTIMIZER_FILE
+from tandem.engines.checkpoint import OPTIMIZER_FILE, read_state
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.errors import UserError
 from tandem.models.folder import open_model
@@ -314,6 +314,22 @@ def test_a_checkpoint_is_a_model_folder(tiny_policy_folder: Path, tmp_path: Path
     _assert_equal(_weights(_model(tmp_path)), _weights(model))
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id is not None
     assert (tmp_path / OPTIMIZER_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1],
+        {},
+        {"optimizer": {}, "schedule_step": 1},
+        {"model": "m", "optimizer": [], "schedule_step": 1},
+        {"model": "m", "optimizer": {}, "schedule_step": "1"},
+    ],
+)
+def test_an_optimizer_file_of_other_content_is_refused(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / OPTIMIZER_FILE)
+    with pytest.raises(UserError, match=f"{OPTIMIZER_FILE} is not one that tandem wrote"):
+        read_state(tmp_path, torch.device("cpu"), model="m")
 
 
 def test_a_foreign_or_incomplete_checkpoint_is_refused(

@@ -69,6 +69,14 @@ def test_removed_records_are_kept_aside_with_all_that_follows_a_damaged_line(tmp
     assert (path.read_text(), aside.read_text()) == (kept, 'damaged\n{"step": 2}\n')
 
 
+@pytest.mark.parametrize("step", ['"2"', "null", "[]"])
+def test_a_record_without_a_number_of_its_step_is_kept(step, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 2}}\n')
+    truncate_after(path, 1)
+    assert path.read_text() == f'{{"step": 1}}\n{{"step": {step}}}\n'
+
+
 def test_nothing_to_truncate(tmp_path):
     truncate_after(tmp_path / "none.jsonl", 3)
 

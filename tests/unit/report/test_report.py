@@ -241,7 +241,11 @@ def test_a_run_in_progress_can_be_reported(tmp_path):
 def test_metrics_that_are_not_numbers_are_gaps(tmp_path):
     _append(
         tmp_path / "metrics.jsonl",
-        [{"step": 1, "a": None, "b": float("nan")}, {"step": 2, "a": 1.0, "b": 2.0}],
+        [
+            {"step": 1, "a": None, "b": float("nan")},
+            {"step": 2, "a": 1.0, "b": 2.0},
+            {"step": 3, "a": float("inf"), "b": "text"},
+        ],
     )
 
     data = _page(tmp_path).data

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tandem.types import SliceSpec
+from tandem.weight_sync import plan as planning
 from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.plan import Layout, Plan, make_plan
 from tests.unit.weight_sync.layouts import cut, empty_copy, make_weights
@@ -25,6 +29,12 @@ def _trainers(grid: tuple[int, int]) -> list[tuple[SliceSpec, ...]]:
 
 def _rollout() -> tuple[SliceSpec, ...]:
     return tuple(held.spec for held in empty_copy(WEIGHTS, torch.bfloat16))
+
+
+def _parts_of_rollout(grid: tuple[int, int]) -> list[tuple[SliceSpec, ...]]:
+    ranks = range(grid[0] * grid[1])
+    copies = [empty_copy(WEIGHTS, torch.bfloat16, grid, rank=rank) for rank in ranks]
+    return [tuple(held.spec for held in copy) for copy in copies]
 
 
 def _spec(name: str, shape: tuple[int, ...], *, rows: tuple[int, int]) -> SliceSpec:
@@ -136,6 +146,75 @@ def test_messages_take_turns_over_the_senders() -> None:
         message_bytes=256,
     )
     assert [message.route.sender for message in plan.messages[:6]] == [0, 1, 0, 1, 0, 1]
+
+
+@dataclass(frozen=True)
+class Grids:
+    """Processes that train and that generate.
+
+    Attributes:
+        first_needing: those that train need all weights too, from this rank on; None: none does.
+        num_copies: the number of rollouts, each of which is cut along ``rollout``.
+    """
+
+    trainer: tuple[int, int]
+    rollout: tuple[int, int] = (1, 1)
+    num_copies: int = 0
+    first_needing: int | None = None
+    islands: Sequence[str] = ()
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts of all processes."""
+        needing = range(10**6)[self.first_needing :] if self.first_needing is not None else ()
+        training = [
+            Layout(sends=specs, needs=_rollout() if rank in needing else ())
+            for rank, specs in enumerate(_trainers(self.trainer))
+        ]
+        parts = [Layout(needs=specs) for specs in _parts_of_rollout(self.rollout)]
+        return [*training, *parts * self.num_copies]
+
+
+@pytest.mark.parametrize(
+    ("grids", "digest"),
+    [
+        (Grids((4, 2), num_copies=3), "ecc0315088d20a14"),
+        (Grids((4, 2), (2, 2), num_copies=2), "b062be0afda1ba22"),
+        (Grids((1, 3), (3, 1), num_copies=2), "669d5270572f4d25"),
+        (Grids((3, 1), first_needing=0), "e31608ccf087401e"),
+        (Grids((4, 1), num_copies=1, first_needing=1), "5337e8501320065c"),
+        (Grids((2, 2), (2, 1), num_copies=2, first_needing=0), "0c8fed8b0eb87166"),
+        (Grids((2, 3), num_copies=1, first_needing=3), "19ccf4e42d1b9cca"),
+        (Grids((2, 1), num_copies=4, islands=(*"aabcbc",)), "1b094b8970b682bd"),
+    ],
+    ids=["apart", "parts", "columns", "colocated", "rows", "some colocated", "grid", "islands"],
+)
+def test_plans_stay_what_they_were(grids: Grids, digest: str) -> None:
+    """The digests are those of plans for which each process cut its slices by itself."""
+    plan = make_plan(grids.layouts, message_bytes=512, islands=grids.islands)
+    text = repr((plan.messages, plan.local))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_many_processes_need_is_cut_once(holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they also hold rows of it or not; 64 and 64 processes took 20 s otherwise."""
+    calls: list[str] = []
+    original = planning.subtract
+
+    def counting(*args: planning.Region) -> list[planning.Region]:
+        calls.append("")
+        return original(*args)
+
+    monkeypatch.setattr(planning, "subtract", counting)
+    counts: list[int] = []
+    for num_receivers in (1, 8):
+        calls.clear()
+        first_needing = 0 if holds else None
+        grids = Grids((8, 1), num_copies=num_receivers, first_needing=first_needing)
+        make_plan(grids.layouts, message_bytes=1 << 20)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 8 * len(WEIGHTS)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tandem.models.weights import WEIGHTS_FILE
 from tandem.platforms.record import CPU
 from tandem.types import HeldSlice
 from tandem.workers.deployment import policy_spec, pool_jobs
-from tandem.workers.job import PolicySpec
+from tandem.workers.job import PolicySpec, WorkerJob
 from tandem.workers.policies import (
     changing_slices,
     open_initial,
@@ -33,6 +33,7 @@ from tandem.workers.policies import (
     received_folder,
     require_same_base,
 )
+from tests.fakes.seeing_files import write_policy
 from tests.unit.engines.minibatch import cut_batches
 from tests.unit.models.tiny_models import NATIVE, open_fp32, write_hf
 
@@ -42,13 +43,15 @@ APART = (
     "trainer.separated_node_tasks=[[logp,actor-train],[ref_logp,generate]]",
     "trainer.separated_node_ratios=[0.5,0.5]",
     "actor_rollout_ref.actor.use_kl_loss=True",
-    "actor_rollout_ref.model.lora_rank=4",
     "trainer.device=cpu",
 )
+ADAPTERS = ("actor_rollout_ref.model.lora_rank=4",)
+FROZEN = ("actor_rollout_ref.actor.freeze_vision_tower=True",)
 
 
-def _config(folder: Path) -> RunConfig:
-    return load_config(RunConfig, [*APART, f"actor_rollout_ref.model.path={folder}"]).config
+def _config(folder: Path, *keys: str) -> RunConfig:
+    path = f"actor_rollout_ref.model.path={folder}"
+    return load_config(RunConfig, [*APART, *(keys or ADAPTERS), path]).config
 
 
 def _received(spec: PolicySpec) -> NativeModel:
@@ -80,33 +83,53 @@ def test_l10_a_received_policy_has_its_base_and_takes_adapters(tmp_path: Path) -
     assert initial.lm_head_weight.data_ptr() == policy.lm_head_weight.data_ptr()
 
 
-def test_processes_that_read_other_bases_are_told_apart(tmp_path: Path) -> None:
-    write_hf(NATIVE["qwen2_tied"](), tmp_path / "one")
+def _spec(folder: Path, *keys: str) -> PolicySpec:
+    config = _config(folder, *keys)
+    return policy_spec(config, place_run(config), task="actor-train")
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed", "part"),
+    [
+        (ADAPTERS, "model.norm.weight", "the base of the adapters"),
+        (FROZEN, "visual.merger.norm.weight", "the frozen vision tower"),
+    ],
+    ids=["base", "tower"],
+)
+def test_processes_that_read_other_frozen_weights_are_told_apart(
+    keys: tuple[str, ...], changed: str, part: str, tmp_path: Path
+) -> None:
+    if keys == FROZEN:
+        write_policy(tmp_path / "one", "qwen3_vl")
+    else:
+        write_hf(NATIVE["qwen2_tied"](), tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "same")
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     weights = load_file(tmp_path / "other" / WEIGHTS_FILE)
-    weights["model.norm.weight"][0] += 1
+    (name,) = [name for name in weights if name.endswith(changed)]
+    weights[name][0] += 1
     save_file(weights, tmp_path / "other" / WEIGHTS_FILE, metadata={"format": "pt"})
     store = HashStore()
-
-    def join(name: str) -> None:
-        config = _config(tmp_path / name)
-        spec = policy_spec(config, place_run(config), task="actor-train")
-        require_same_base(spec, store, host=f"host_{name}")
-
-    join("one")
-    join("same")
+    for same in ("one", "same"):
+        require_same_base(_spec(tmp_path / same, *keys), store, host=f"host_{same}")
     with pytest.raises(UserError) as caught:
-        join("other")
-    assert "actor_rollout_ref.model.path=" in str(caught.value)
-    assert (
-        f"on host_other it has other weights than host_one:{tmp_path / 'one'}" in caught.value.rule
-    )
+        require_same_base(_spec(tmp_path / "other", *keys), store, host="host_other")
+    message = str(caught.value)
+    assert message.startswith(f"actor_rollout_ref.model.path='{tmp_path / 'other'}': ")
+    assert f"on host_other it has other weights than host_one:{tmp_path / 'one'}" in message
+    assert f"each process reads {part} from its own disk" in message
 
 
-def test_the_reference_needs_no_weights_where_adapters_are(tmp_path: Path) -> None:
-    write_hf(NATIVE["qwen2_tied"](), tmp_path)
-    config = _config(tmp_path)
+def test_weights_that_are_all_sent_may_differ_on_disk(tmp_path: Path) -> None:
+    """A model of text has no tower that could be frozen."""
+    store = HashStore()
+    for name, family in (("one", "qwen2_tied"), ("other", "qwen2_untied")):
+        write_hf(NATIVE[family](), tmp_path / name)
+        require_same_base(_spec(tmp_path / name, *FROZEN), store, host=name)
+    assert store.num_keys() == 0
+
+
+def _jobs(config: RunConfig) -> list[WorkerJob]:
     placement = place_run(config)
     jobs = pool_jobs(
         config,
@@ -116,7 +139,20 @@ def test_the_reference_needs_no_weights_where_adapters_are(tmp_path: Path) -> No
         eos_ids=(0,),
         total_steps=1,
     )
-    trains, generates = (jobs[pool.name] for pool in placement.used_pools)
+    return [jobs[pool.name] for pool in placement.used_pools]
+
+
+def test_all_processes_compare_a_frozen_tower(tmp_path: Path) -> None:
+    write_policy(tmp_path / "model", "qwen3_vl")
+    trains, generates = _jobs(_config(tmp_path / "model", *FROZEN))
+    assert trains.base is not None and generates.base == trains.base
+    whole = "actor_rollout_ref.actor.freeze_vision_tower=False"
+    assert all(job.base is None for job in _jobs(_config(tmp_path / "model", whole)))
+
+
+def test_the_reference_needs_no_weights_where_adapters_are(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    trains, generates = _jobs(_config(tmp_path))
     assert trains.base is not None and generates.base == trains.base
     assert trains.reference is None and generates.reference is None
     assert generates.rollout is not None and generates.rollout.is_reference
