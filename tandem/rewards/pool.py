@@ -2,11 +2,11 @@
 """The pool of child processes that compute rewards. A failure is a typed outcome, never a 0.
 
 A process that hangs or dies is killed and replaced. The sample that it was computing becomes
-TIMEOUT or ERROR; its other samples are run again. If the process died or was stopped, which may
-have come from outside, the sample is first run once more. No process outlives ``close`` or this
-process. Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores (pebble, with
-a deadline for each sample: 20 to 34 ms). The pool is not a sandbox: a reward function has all
-rights of its user.
+TIMEOUT or ERROR; its other samples are run again. If the process died or was stopped, or something
+wrote to its channel, another one may be the cause, and the sample is first run once more. No
+process outlives ``close`` or this process. Requests and outcomes are streamed: 256 GSM8K rewards
+take 6 ms on two cores (pebble, with a deadline for each sample: 20 to 34 ms). The pool is not a
+sandbox: a reward function has all rights of its user.
 """
 
 from __future__ import annotations

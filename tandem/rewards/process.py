@@ -106,7 +106,8 @@ class ProcessOwner(Protocol):
         """Handle that the process hung or died; ``outcome`` is for the request that caused it.
 
         Args:
-            is_lost: whether the process died or was stopped, which may have come from outside.
+            is_lost: whether the process died or was stopped, or something wrote to its channel.
+                That may have come from outside, or from an earlier request.
         """
         ...
 
@@ -188,7 +189,7 @@ class RewardProcess:
             RecursionError,
         ):
             text = "something wrote to the channel of its reward process"
-            self._end(failure(RewardStatus.ERROR, text))
+            self._end(failure(RewardStatus.ERROR, text), is_lost=True)
             return
         self._silent_since_s = self._loop.time()
 

@@ -19,8 +19,11 @@ from tests.fakes.commands import Command, Conditions
 from tests.fakes.hosts import Hosts
 
 HANG_S = 600.0
-"""A run that has not ended by then hangs. An undisturbed one takes seconds, on a busy machine a
-minute or two."""
+"""The least time after which a run that has not ended hangs. An undisturbed one takes seconds, on a
+busy machine a minute or two."""
+HANG_FACTOR = 5.0
+"""A run whose processes are started again takes a few times as long as an undisturbed one. On a
+very busy machine that is more than ``HANG_S``."""
 POLL_S = 0.02
 _END_S = 30.0
 _STEP = re.compile(rf"\bstep (\d+)/{NUM_STEPS}\b")
@@ -33,9 +36,21 @@ _PROGRAMS = {
 
 
 class Attempt:
-    """One start of a run, with a command on each of its hosts; the first one drives."""
+    """One start of a run, with a command on each of its hosts; the first one drives.
 
-    def __init__(self, arguments: list[str], *, folder: Path, hosts: Hosts | None = None) -> None:
+    Args:
+        hang_s: the time after which it hangs if it has not ended.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        *,
+        folder: Path,
+        hosts: Hosts | None = None,
+        hang_s: float = HANG_S,
+    ) -> None:
+        self.hang_s = hang_s
         self.mark = uuid.uuid4().hex
         self.begin_s = time.monotonic()
         self.stdout, self.stderr = folder / "stdout.txt", folder / "stderr.txt"
@@ -61,7 +76,7 @@ class Attempt:
     @property
     def is_late(self) -> bool:
         """Whether the run should have ended by now."""
-        return time.monotonic() - self.begin_s > HANG_S
+        return time.monotonic() - self.begin_s > self.hang_s
 
     @property
     def is_running(self) -> bool:

@@ -7,7 +7,6 @@ folder is filled. The cable between two hosts is pulled.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -217,12 +216,3 @@ def describe_limits() -> dict[str, float]:
         "node that never came": MAX_CAUSE_S + MEETING_S,
         "stopped reward or tool, after which its work is done again": float(ANSWER_S),
     }
-
-
-def raise_priority(nice: int) -> bool:
-    """Give this process and what it starts a higher priority; return whether that is permitted."""
-    try:
-        os.nice(nice)
-    except PermissionError:
-        return False
-    return True

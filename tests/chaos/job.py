@@ -25,15 +25,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.chaos.disturbances import SmallDisk, describe_limits, may_mount, raise_priority
+from tests.chaos.disturbances import SmallDisk, describe_limits, may_mount
 from tests.chaos.materials import Materials, write_materials
 from tests.chaos.modes import MODES, Engines, find_missing
+from tests.chaos.priority import raised_priority
 from tests.chaos.trials import (
     Outcome,
     Scene,
@@ -104,7 +106,7 @@ class Chaos:
             self._wholes[name] = self._leave_in_peace(name)
         trial, folder = Trial(name), self._folder / f"trial-{number}"
         disk = SmallDisk(folder / "run") if self._has_disks else None
-        scene = self._scene(name, folder, disk=disk)
+        scene = replace(self._scene(name, folder, disk=disk), whole_s=self._wholes[name].seconds)
         draw = random.Random(f"{self._seed} {number}")
         is_over = False
         try:
@@ -129,7 +131,7 @@ class Chaos:
         """
         folder, trial = self._folder / "whole", Trial(name)
         shutil.rmtree(folder, ignore_errors=True)
-        scene = self._scene(name, folder)
+        scene, begin_s = self._scene(name, folder), time.monotonic()
         if not try_start(trial, scene) or trial.problems:
             raise RuntimeError(f"{name}: an undisturbed run has problems: {trial.problems}")
         if scene.mode.has_tools:
@@ -137,7 +139,7 @@ class Chaos:
             self.calls_per_episode = sum(row["agent/calls/mean"] for row in rows) / len(rows)
             if self.calls_per_episode < 0.5:
                 raise RuntimeError(f"{name}: {self.calls_per_episode} calls an episode")
-        return outcome_of(scene.run)
+        return replace(outcome_of(scene.run), seconds=time.monotonic() - begin_s)
 
     def _scene(self, name: str, folder: Path, *, disk: SmallDisk | None = None) -> Scene:
         mode, run = MODES[name], folder / "run"
@@ -209,20 +211,21 @@ def main() -> int:
     parser.add_argument("--nice", type=int, default=-5, help="priority, where it is permitted")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
-    report: dict[str, Any] = {
-        "benchmark": "chaos",
-        "date": date.today().isoformat(),
-        "device": "cpu",
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": "python -m tests.chaos.job " + " ".join(sys.argv[1:]),
-        "seed": options.seed,
-        "niceness": options.nice if raise_priority(options.nice) else 0,
-        "load_at_start": os.getloadavg()[0],
-        **_run_modes(folder, options),
-        "load_at_end": os.getloadavg()[0],
-    }
+    with raised_priority(options.nice) as niceness:
+        report: dict[str, Any] = {
+            "benchmark": "chaos",
+            "date": date.today().isoformat(),
+            "device": "cpu",
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "command": "python -m tests.chaos.job " + " ".join(sys.argv[1:]),
+            "seed": options.seed,
+            "niceness": niceness,
+            "load_at_start": os.getloadavg()[0],
+            **_run_modes(folder, options),
+            "load_at_end": os.getloadavg()[0],
+        }
     text = json.dumps(report, indent=1)
     sys.stdout.write(text + "\n")
     if options.output is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem.checkpoint.manifest import find_damage
-from tests.chaos.attempts import HANG_S, POLL_S, Attempt
+from tests.chaos.attempts import HANG_FACTOR, HANG_S, POLL_S, Attempt
 from tests.chaos.disturbances import Disturbance, SmallDisk, disturb, draw_plan
 from tests.chaos.modes import DUMPS, NUM_STEPS, SAMPLES, Mode
 from tests.fakes.hosts import Hosts
@@ -40,10 +40,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an undisturbed run leaves: its prompts and the bytes of its final weights."""
+    """What an undisturbed run leaves: its prompts and the bytes of its final weights.
+
+    ``seconds`` is the time that it took.
+    """
 
     prompts: Counter[str]
     weights: dict[str, bytes]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Scene:
         outputs: the folder for what its commands print.
         disk: the file system of ``run``, if it has one of its own.
         hosts: the hosts of a run of two nodes.
+        whole_s: the seconds that a run takes which nobody disturbs.
     """
 
     mode: Mode
@@ -63,6 +68,7 @@ class Scene:
     outputs: Path
     disk: SmallDisk | None = None
     hosts: Hosts | None = None
+    whole_s: float = 0.0
 
     def start(self, number: int) -> Attempt:
         """Start the command of the run on each of its hosts."""
@@ -72,7 +78,8 @@ class Scene:
             self.hosts.connect()
         (self.run / "placement.json").unlink(missing_ok=True)
         folder = self.outputs / f"start-{number}"
-        return Attempt(self.arguments, folder=folder, hosts=self.hosts)
+        hang_s = max(HANG_S, HANG_FACTOR * self.whole_s)
+        return Attempt(self.arguments, folder=folder, hosts=self.hosts, hang_s=hang_s)
 
 
 def try_start(trial: Trial, scene: Scene, *, draw: random.Random | None = None) -> bool:
@@ -88,7 +95,7 @@ def try_start(trial: Trial, scene: Scene, *, draw: random.Random | None = None) 
     code = attempt.wait()
     if code is None:
         lines = " | ".join(attempt.output().splitlines()[-3:])
-        trial.note("hangs", f"no end after {HANG_S:g} s, {made}: {lines}")
+        trial.note("hangs", f"no end after {attempt.hang_s:.0f} s, {made}: {lines}")
     elif made is not None:
         done = replace(made, code=code, cause=cause, cause_s=cause_s)
         trial.disturbances.append(done)

@@ -462,6 +462,57 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+MEDDLING = """
+import gc, json, os, resource, sys, time
+
+async def never():
+    return 1.0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "coroutine":
+        return {"score": 1.0, "more": never()}
+    if solution_str == "generator":
+        return {"score": (x for x in [1.0])}
+    if solution_str == "descriptors":
+        os.closerange(3, 256)
+    if solution_str == "limits":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    if solution_str == "collector":
+        gc.disable(); gc.freeze()
+    if solution_str == "json":
+        json.dumps = json.loads = None
+    if solution_str == "fork":
+        os.fork()
+    if solution_str == "daemon" and os.fork() == 0:
+        os.setsid()
+        time.sleep(10)
+    if solution_str == "output":
+        for _ in range(100):
+            sys.stdout.write("x" * 1_000_000)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("coroutine", "generator", "descriptors", "limits", "collector", "json"),
+        *("fork", "daemon", "output"),
+    ],
+)
+def test_a_function_that_meddles_with_its_process_hurts_no_other(
+    word: str, tmp_path: Path, children_before: list[psutil.Process]
+) -> None:
+    """Its own sample has the value or an error. (A daemon ends by itself after seconds.)"""
+    file = tmp_path / "meddling.py"
+    file.write_text(MEDDLING)
+    spec = RewardSpec((RewardFunction(str(file), "compute_score"),))
+    before, outcome, after = score_all(spec, ["x", word, "x"], limits(1, deadline_s=5.0))
+    assert (before.score, after.score) == (1.0, 1.0)
+    assert outcome.score == 1.0 if outcome.status is RewardStatus.VALUE else outcome.detail
+    assert {*psutil.Process().children()} <= {*children_before}
+
+
 @pytest.fixture
 def stray_spec(tmp_path: Path) -> RewardSpec:
     file = tmp_path / "stray.py"

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,9 @@ from tests.chaos.disturbances import Disturbance, SmallDisk, draw_plan, may_moun
 from tests.chaos.job import Chaos
 from tests.chaos.materials import write_materials
 from tests.chaos.modes import DUMPS, MODES, NUM_STEPS
+from tests.chaos.priority import raise_session
 from tests.chaos.trials import Trial, check_cause, compare, outcome_of
+from tests.fakes.patience import LIMIT_S
 
 
 @pytest.mark.deep
@@ -114,6 +119,32 @@ def test_the_same_seed_draws_the_same_disturbances_of_all_kinds() -> None:
     assert drawn == draw_all()
     for action in ("SIGKILL", "SIGTERM", "SIGINT", "pause", "stop", "full disk", "lost node"):
         assert any(f"action={action!r}" in plan for plan in drawn), action
+
+
+def test_the_sessions_of_the_job_are_raised(tmp_path: Path) -> None:
+    """In a process of its own, which leaves the priority of the tests as it is."""
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        pytest.skip("this Linux has no autogroups")
+    program = (
+        "import os, subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.chaos.priority import raised_priority\n"
+        "os.setsid()\n"
+        "with raised_priority(1) as nice:\n"
+        "    child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "    try:\n"
+        "        for pid in (os.getpid(), child.pid):\n"
+        "            while not Path(f'/proc/{pid}/autogroup').read_text().endswith(' nice 1\\n'):\n"
+        "                time.sleep(0.1)\n"
+        "        assert nice == os.nice(0) - int(sys.argv[1])\n"
+        "    finally:\n"
+        "        child.kill()\n"
+    )
+    own = group.read_text()
+    subprocess.run([sys.executable, "-c", program, str(os.nice(0))], check=True, timeout=LIMIT_S)
+    assert group.read_text() == own
+    raise_session(2**22 + 1, 1)  # a process that does not exist
 
 
 def test_a_small_disk_can_be_filled_and_freed(tmp_path: Path) -> None:
