@@ -134,7 +134,8 @@ def name_of(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
     for part in ("ray::", "raylet", "gcs_server", "dashboard", "runtime_env", "log_monitor"):
         if part in words:
-            return words.split()[0] if part == "ray::" else part
+            # Ray appends the method that a worker is called with.
+            return words.split()[0].partition(".")[0] if part == "ray::" else part
     for part in ("resource_tracker", "forkserver", "spawn_main", "ray.scripts"):
         if part in words:
             return part

@@ -6,6 +6,7 @@ bit: weights, optimizer, order of the data, metrics, rollouts.
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -289,6 +290,30 @@ def test_a_second_sigint_during_a_save_loses_and_doubles_nothing(
     for name in ENGINE_FILES:
         ours, theirs = (path / "global_step_6" / name for path in (run, whole_run("grpo")))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_what_others_leave_in_the_folder_of_a_run_changes_nothing(
+    whole_run: WholeRun, material: Material, tmp_path: Path
+) -> None:
+    """Records that are cut or damaged after the checkpoint, stray files and folders, and a lock
+    that is a symbolic link: finding 2 of the list of attacks.
+    """
+    run = Path(shutil.copytree(whole_run("grpo"), tmp_path / "run"))
+    for step in (4, 5, 6):
+        shutil.rmtree(run / f"global_step_{step}")
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    for name, damage in (("metrics.jsonl", b"\x00\xff damaged\n{}\n"), ("rollouts.jsonl", b"")):
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[:-20] + damage)
+    (run / "stray" / "global_step_9").mkdir(parents=True)
+    for name in (".partial_step_9", "notes", "elsewhere"):
+        (run / name).write_text("of somebody")
+    (run / "run.lock").symlink_to(run / "no_file")
+    ended = run_command(grpo(material, run), folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    check_same_run(run, whole_run("grpo"))
+    assert (run / "notes").read_text() == "of somebody"
 
 
 def wait_for_save(command: Command, run: Path) -> None:
