@@ -6,7 +6,10 @@ model loaded for it.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -363,6 +366,28 @@ def test_run_folder_that_cannot_be_written(material: Material, tmp_path: Path) -
     run = tmp_path / "file/run"
     ended = run_command(train_arguments(material, run), folder=tmp_path)
     check_refusal(ended, f"trainer.default_local_dir='{run}'")
+
+
+@pytest.mark.parametrize(
+    ("shell", "ends"),
+    [
+        ("ulimit -n 16; {}", (1, "error: Too many open files (ulimit -n sets how many)")),
+        ("{} >/dev/full", (0, "")),
+    ],
+    ids=["16 descriptors", "full output"],
+)
+def test_a_run_with_few_descriptors_or_a_full_output(
+    shell: str, ends: tuple[int, str], material: Material, tmp_path: Path
+) -> None:
+    """The first is one line; a progress line that cannot be printed ends no run (finding 2)."""
+    keys = ("trainer.total_training_steps=1", "data.val_files=[]", "trainer.device=cpu")
+    words = [sys.executable, "-m", "tandem", *train_arguments(material, tmp_path / "run", *keys)]
+    command = shell.format(shlex.join(words))
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    code, line = ends
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not line or ended.stderr.splitlines()[-1] == line
 
 
 @pytest.mark.parametrize(
