@@ -4,6 +4,7 @@
 A parser reads the text of one turn, decoded with its special tokens. A part that looks like a call
 but is not one becomes a line of ``AssistantTurn.malformed`` and is never dropped in silence: the
 environment answers it. Values of formats that have no types are typed by the schema of the tool.
+``response_format`` has the format that a tokenizer brings itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from tandem.types import AssistantTurn, ToolCall
 
@@ -39,14 +40,51 @@ class WrittenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """A format of calls between two tags.
+class SplitTurn:
+    """A turn in its parts.
+
+    Attributes:
+        text: the turn without its calls.
+        malformed: for each part that looks like a call and is none, a sentence that says why.
+    """
+
+    text: str
+    calls: Sequence[WrittenCall]
+    malformed: Sequence[str]
+
+
+class CallFormat(Protocol):
+    """A form in which a model writes calls."""
+
+    @property
+    def stop(self) -> str | None:
+        """The token that ends a turn with calls, if it is not the usual end of a turn."""
+        ...
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the prompt may begin a part of the turn, such as a thought."""
+        ...
+
+    def split(self, text: str, *, tools: Sequence[ToolSchema], prompt: str = "") -> SplitTurn:
+        """Find the calls of a turn.
+
+        Args:
+            text: the turn with its special tokens.
+            prompt: the end of the text that the turn follows, if ``reads_prompt``.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedFormat:
+    """A format of calls between two tags; implements ``CallFormat``.
 
     Attributes:
         begin, end: the tags around one block of calls.
         read: returns the calls between the tags; raises CallRefused.
-        stop: the token that ends a turn with calls, if it is not the usual end of a turn.
         thinking: the tag after which calls count; calls in a thought are none.
+        order: brings the parts of a call into the order that ``read`` expects.
     """
 
     begin: str
@@ -54,6 +92,29 @@ class CallFormat:
     read: Callable[[str, Sequence[ToolSchema]], list[WrittenCall]]
     stop: str | None = None
     thinking: str = "</think>"
+    order: Callable[[str], str] = str
+    reads_prompt: bool = False
+
+    def split(self, text: str, *, tools: Sequence[ToolSchema], prompt: str = "") -> SplitTurn:
+        """See ``CallFormat``."""
+        found: list[WrittenCall] = []
+        malformed: list[str] = []
+        thought, _, said = text.rpartition(self.thinking)
+        kept, rest = [], self.order(said)
+        while self.begin in rest:
+            before, _, rest = rest.partition(self.begin)
+            kept.append(before)
+            block, closed, after = rest.partition(self.end)
+            try:
+                if not closed:
+                    raise CallRefused(f"has no {self.end} at its end")
+                found += self.read(block, tools)
+            except CallRefused as error:
+                malformed.append(describe_refusal(error, block))
+            rest = after
+        kept.append(rest)
+        begun = thought and thought + self.thinking
+        return SplitTurn(begun + "".join(kept), found, malformed)
 
 
 def parse_turn(
@@ -63,6 +124,7 @@ def parse_turn(
     tools: Sequence[ToolSchema],
     end_texts: Sequence[str] = (),
     first_call: int = 0,
+    prompt: str = "",
 ) -> AssistantTurn:
     """Parse the text of a turn.
 
@@ -70,36 +132,26 @@ def parse_turn(
         text: the turn with its special tokens.
         end_texts: the texts of the tokens that may close the turn.
         first_call: the number of calls of the conversation so far, for ids.
+        prompt: see ``CallFormat.split``.
     """
-    found: list[WrittenCall] = []
-    malformed: list[str] = []
-    thought, _, said = text.rpartition(call_format.thinking)
-    kept, rest = [], said
-    while call_format.begin in rest:
-        before, _, rest = rest.partition(call_format.begin)
-        kept.append(before)
-        block, closed, after = rest.partition(call_format.end)
-        try:
-            if not closed:
-                raise CallRefused(f"has no {call_format.end} at its end")
-            found += call_format.read(block, tools)
-        except CallRefused as error:
-            malformed.append(f"A call {error}: {_cut(block)!r}.")
-        rest = after
-    kept.append(rest)
-    content = "".join(kept)
+    parts = call_format.split(text, tools=tools, prompt=prompt)
+    content = parts.text
     for end in end_texts:
         content = content.removesuffix(end)
-    thought = thought and thought + call_format.thinking
     calls = tuple(
         ToolCall(
             call.call_id or call_id(first_call + index),
             call.name,
             json.dumps(call.arguments, ensure_ascii=False),
         )
-        for index, call in enumerate(found)
+        for index, call in enumerate(parts.calls)
     )
-    return AssistantTurn(thought + content, calls, tuple(malformed))
+    return AssistantTurn(content, calls, tuple(parts.malformed))
+
+
+def describe_refusal(error: CallRefused, block: str) -> str:
+    """Return the sentence that says why a text is not a call."""
+    return f"A call {error}: {_cut(block)!r}."
 
 
 def call_id(number: int) -> str:
@@ -132,14 +184,16 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _json(text: str) -> Any:
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text. Raise CallRefused if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"is not valid JSON ({_cut(str(error))})") from error
 
 
-def _checked(name: Any, arguments: Any, *, call_id: str | None = None) -> WrittenCall:
+def checked_call(name: Any, arguments: Any, *, call_id: str | None = None) -> WrittenCall:
+    """Return a call. Raise CallRefused if it has no name, or arguments that are no object."""
     if not isinstance(name, str) or not name:
         raise CallRefused("has no name")
     if not isinstance(arguments, dict):
@@ -148,14 +202,14 @@ def _checked(name: Any, arguments: Any, *, call_id: str | None = None) -> Writte
 
 
 def _read_hermes(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
-    call = _json(block)
+    call = json_value(block)
     if not isinstance(call, dict) or "arguments" not in call:
         raise CallRefused('is not an object with "name" and "arguments"')
     fields = cast(dict[str, Any], call)
     arguments = fields["arguments"]
     if isinstance(arguments, str):
-        arguments = _json(arguments)
-    return [_checked(fields.get("name"), arguments)]
+        arguments = json_value(arguments)
+    return [checked_call(fields.get("name"), arguments)]
 
 
 _GPT_OSS = re.compile(
@@ -165,11 +219,19 @@ _GPT_OSS = re.compile(
 )
 
 
+_RECIPIENT_FIRST = re.compile(r"( to=functions\.[^<\s]+)\s*(<\|channel\|>commentary)")
+
+
+def _name_recipient_last(text: str) -> str:
+    """Put the recipient of a message behind its channel: models write it at either place."""
+    return _RECIPIENT_FIRST.sub(r"\2\1 ", text)
+
+
 def _read_gpt_oss(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
     match = _GPT_OSS.fullmatch(block)
     if match is None:
         raise CallRefused("is not addressed to=functions.NAME with a message")
-    return [_checked(match[1], _json(match[2]))]
+    return [checked_call(match[1], json_value(match[2]))]
 
 
 def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
@@ -190,7 +252,7 @@ def _read_xml(
         pairs = _pairs(_XML_PARAMETER, match[2])
         if len(pairs) != match[2].count("<parameter="):
             raise CallRefused("has a parameter without </parameter>")
-        calls.append(_checked(name, {key: value_of((name, key), text) for key, text in pairs}))
+        calls.append(checked_call(name, {key: value_of((name, key), text) for key, text in pairs}))
         position = match.end()
     if not calls or block[position:].strip():
         raise CallRefused("is not <function=NAME>...</function>")
@@ -200,16 +262,16 @@ def _read_xml(
 def _read_qwen3_coder(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
     def value_of(place: tuple[str, str], text: str) -> Any:
         text = text.removeprefix("\n").removesuffix("\n")
-        return typed_value(text, _kind_of(tools, place, default="string"))
+        return typed_value(text, kind_of(tools, place, default="string"))
 
     return _read_xml(block, value_of)
 
 
 def _read_seed(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
-    return _read_xml(block, lambda place, text: typed_value(text.strip(), _kind_of(tools, place)))
+    return _read_xml(block, lambda place, text: typed_value(text.strip(), kind_of(tools, place)))
 
 
-def _kind_of(tools: Sequence[ToolSchema], place: tuple[str, str], *, default: Any = None) -> Any:
+def kind_of(tools: Sequence[ToolSchema], place: tuple[str, str], *, default: Any = None) -> Any:
     """Return the type of a parameter, or ``default`` if no schema has it.
 
     Args:
@@ -251,10 +313,8 @@ def _read_glm(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
     if len(pairs) != block.count("<arg_key>") or not re.fullmatch(r"\s*[\w.-]+\s*", name):
         raise CallRefused("is not a name with <arg_key> and <arg_value>")
     name = name.strip()
-    arguments = {
-        key: typed_value(text.strip(), _kind_of(tools, (name, key))) for key, text in pairs
-    }
-    return [_checked(name, arguments)]
+    arguments = {key: typed_value(text.strip(), kind_of(tools, (name, key))) for key, text in pairs}
+    return [checked_call(name, arguments)]
 
 
 _INVOKE = re.compile(r'\s*<invoke name="([^"]+)">(.*?)</invoke>\s*', re.DOTALL)
@@ -268,9 +328,9 @@ def _read_minimax(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
         if len(pairs) != body.count("<parameter "):
             raise CallRefused("has a parameter without </parameter>")
         arguments = {
-            key: typed_value(text.strip(), _kind_of(tools, (name, key))) for key, text in pairs
+            key: typed_value(text.strip(), kind_of(tools, (name, key))) for key, text in pairs
         }
-        calls.append(_checked(name, arguments))
+        calls.append(checked_call(name, arguments))
     if not calls or len(calls) != block.count("<invoke "):
         raise CallRefused('is not <invoke name="NAME">...</invoke>')
     return calls
@@ -285,7 +345,7 @@ def _read_kimi(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
     identity = None if match is None else _KIMI_ID.fullmatch(match[1].strip())
     if match is None or identity is None:
         raise CallRefused("is not functions.NAME:NUMBER with arguments")
-    return [_checked(identity[1], _json(match[2]), call_id=match[1].strip())]
+    return [checked_call(identity[1], json_value(match[2]), call_id=match[1].strip())]
 
 
 _DSML = "\uff5cDSML\uff5c"
@@ -301,8 +361,8 @@ def _read_dsml(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
         matches = list(_DSML_PARAMETER.finditer(body))
         if len(matches) != body.count(f"<{_DSML}parameter"):
             raise CallRefused("has a parameter that is not closed or has no type")
-        arguments = {m[1]: m[3] if m[2] == "true" else _json(m[3]) for m in matches}
-        calls.append(_checked(name, arguments))
+        arguments = {m[1]: m[3] if m[2] == "true" else json_value(m[3]) for m in matches}
+        calls.append(checked_call(name, arguments))
     if not calls or len(calls) != block.count(f"<{_DSML}invoke"):
         raise CallRefused("is no invocation of a function")
     return calls
@@ -325,26 +385,30 @@ def _read_gemma4(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
         text, bare = argument[2], argument[3]
         arguments[argument[1]] = text if text is not None else typed_value(bare.strip(), None)
         position = argument.end()
-    return [_checked(match[1], arguments)]
+    return [checked_call(match[1], arguments)]
 
 
-CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType(
+CALL_FORMATS: Mapping[str, TaggedFormat] = MappingProxyType(
     {
-        "hermes": CallFormat("<tool_call>", "</tool_call>", _read_hermes),
-        "gpt-oss": CallFormat(
-            "<|channel|>commentary", "<|call|>", _read_gpt_oss, thinking="<|end|>"
+        "hermes": TaggedFormat("<tool_call>", "</tool_call>", _read_hermes),
+        "gpt-oss": TaggedFormat(
+            "<|channel|>commentary",
+            "<|call|>",
+            _read_gpt_oss,
+            thinking="<|end|>",
+            order=_name_recipient_last,
         ),
-        "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", _read_qwen3_coder),
-        "glm": CallFormat("<tool_call>", "</tool_call>", _read_glm, stop="<|observation|>"),
-        "seed": CallFormat(
+        "qwen3_coder": TaggedFormat("<tool_call>", "</tool_call>", _read_qwen3_coder),
+        "glm": TaggedFormat("<tool_call>", "</tool_call>", _read_glm, stop="<|observation|>"),
+        "seed": TaggedFormat(
             "<seed:tool_call>", "</seed:tool_call>", _read_seed, thinking="</seed:think>"
         ),
-        "minimax": CallFormat("<minimax:tool_call>", "</minimax:tool_call>", _read_minimax),
-        "kimi": CallFormat(
+        "minimax": TaggedFormat("<minimax:tool_call>", "</minimax:tool_call>", _read_minimax),
+        "kimi": TaggedFormat(
             "<|tool_call_begin|>", "<|tool_call_end|>", _read_kimi, stop="<|im_end|>"
         ),
-        "deepseek_v4": CallFormat(f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>", _read_dsml),
-        "gemma4": CallFormat(
+        "deepseek_v4": TaggedFormat(f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>", _read_dsml),
+        "gemma4": TaggedFormat(
             "<|tool_call>", "<tool_call|>", _read_gemma4, stop="<tool_call|>", thinking="<channel|>"
         ),
     }

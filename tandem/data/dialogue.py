@@ -90,6 +90,18 @@ class Dialogue:
         chat = [_with_arguments(message, self._write_arguments) for message in messages]
         return self._codec.encode([self._render(chat, prompts=True)])[0]
 
+    def write_call(self, name: str, arguments: Mapping[str, str]) -> tuple[str, str]:
+        """Return a prompt, and the same with a turn that makes a call, as the template has them.
+
+        Raises:
+            DialogueRefused: the template refuses the conversation.
+        """
+        function = {"name": name, "arguments": self._write_arguments(arguments)}
+        call = {"id": call_id(0), "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        prompt = self._render([_QUESTION], prompts=True)
+        return prompt, self._render([_QUESTION, turn], prompts=False)
+
     def probe(self, kinds: Sequence[str] = (TOOL, TWO_TOOLS, USER)) -> tuple[ProbedFact, ...]:
         """Try the rule on the template, for each kind of what may follow a turn."""
         return tuple(self._probe(kind) for kind in kinds)

@@ -30,6 +30,7 @@ def describe_agents(
         described["agents of the validation"] = _count_rows(validation)
     if plan.schemas:
         described["schemas of the tools"] = _measure_schemas(plan.schemas, codec)
+    described["form of calls"] = plan.format_name
     for fact in plan.facts:
         described[f"template, {fact.kind}"] = _describe_fact(fact, renders_anew=plan.renders_anew)
     held = ", ".join(f"{one.name} ({one.held_by})" for one in plan.protections if one.held_by)

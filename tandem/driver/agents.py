@@ -34,9 +34,10 @@ from tandem.children.environment import child_environment
 from tandem.children.jail_trial import Protection
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
-from tandem.data.call_formats import CALL_FORMATS, ToolSchema
+from tandem.data.call_formats import CALL_FORMATS, CallFormat, ToolSchema
 from tandem.data.dialogue import TOOL, USER, Dialogue, ProbedFact
 from tandem.data.rendering import SINGLE_TURN, TOOL_AGENT, AgentRule, PromptEntry, PromptRow
+from tandem.data.response_format import AUTO, NoFormat, find_format
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.execution import complete
 from tandem.errors import UserError
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENVIRONMENT_KEY = f"{_ROLLOUT}.agent.environment"
+_USUAL_FORMAT = "hermes"
 _TEMPLATE_KEY = "actor_rollout_ref.model.custom_chat_template"
 
 
@@ -57,6 +59,8 @@ class AgentPlan:
         schemas: the schemas of the tools, as their processes report them.
         hosted: the agents whose environment a server has, by their names.
         address: host and port of the endpoint; port 0 is any free one.
+        call_format: the form in which the policy writes calls.
+        format_name: its name; for ``auto``, what was found.
         facts: the results of trying the chat template with the tools.
         renders_anew: whether conversations are rendered anew after a message of the user.
         protections: what holds code of the policy; nothing if no tool executes any.
@@ -67,6 +71,8 @@ class AgentPlan:
     address: tuple[str, int]
     schemas: tuple[ToolSchema, ...]
     hosted: Mapping[str, HostedEnvironment]
+    call_format: CallFormat
+    format_name: str
     facts: tuple[ProbedFact, ...]
     rule: AgentRule
     renders_anew: bool
@@ -114,7 +120,7 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
     kinds = [kind for kind, has in ((TOOL, schemas or acting), (USER, talks)) if has]
     facts = Dialogue(codec, schemas or acting).probe(kinds)
     _check_facts(facts, config, codec=codec)
-    _check_format(rollout, codec)
+    call_format, format_name = choose_format(rollout, codec, tools=schemas or acting)
     default = _default_agent(rollout)
     named = {schema["function"]["name"]: schema for schema in schemas}
     has_environment = bool(schemas or setup.interactions)
@@ -125,6 +131,8 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
         address,
         schemas,
         hosted,
+        call_format,
+        format_name,
         facts,
         rule,
         renders_anew=rollout.multi_turn.use_inference_chat_template,
@@ -195,7 +203,7 @@ async def open_agents(
         yield Conversing(
             codec=codec,
             environments=pool,
-            call_format=CALL_FORMATS[rollout.multi_turn.format],
+            call_format=plan.call_format,
             schemas=plan.rule.schemas,
             limits=TurnLimits(
                 rollout.multi_turn.max_assistant_turns,
@@ -328,17 +336,34 @@ def _check_facts(facts: Sequence[ProbedFact], config: RunConfig, *, codec: TextC
             logger.warning("%s", rule)
 
 
-def _check_format(rollout: RolloutConfig, codec: TextCodec) -> None:
-    """Raise UserError if calls end in a token on which the model does not stop."""
-    name = rollout.multi_turn.format
-    stop = CALL_FORMATS[name].stop
-    if stop is None:
-        return
-    ids = codec.encode([stop])[0]
-    if len(ids) != 1 or ids[0] not in codec.eos_ids:
-        raise UserError(
-            f"{_ROLLOUT}.multi_turn.format",
-            name,
-            rule=f"calls of this form end with {stop}, which is no end token of the model",
-            remedy="Add it to eos_token_id in generation_config.json, or set another format.",
-        )
+def choose_format(
+    rollout: RolloutConfig, codec: TextCodec, *, tools: Sequence[ToolSchema]
+) -> tuple[CallFormat, str]:
+    """Return the form of calls and its name.
+
+    Raise UserError if there is none, or if calls end in a token on which the model does not stop.
+    """
+    key, name = f"{_ROLLOUT}.multi_turn.format", rollout.multi_turn.format
+    if name == AUTO:
+        try:
+            found, name = find_format(codec, tools)
+        except NoFormat as error:
+            if tools:
+                rule = f"the tokenizer of {codec.tokenizer.name_or_path} {error}"
+                remedy = f"Set one of {', '.join(CALL_FORMATS)}."
+                raise UserError(key, AUTO, rule=rule, remedy=remedy) from error
+            found, name = CALL_FORMATS[_USUAL_FORMAT], f"{_USUAL_FORMAT}, as no other is known"
+        name = f"{AUTO}: {name}"
+    else:
+        found = CALL_FORMATS[name]
+    if found.stop is not None:
+        ids = codec.encode([found.stop])[0]
+        if len(ids) != 1 or ids[0] not in codec.eos_ids:
+            raise UserError(
+                key,
+                name,
+                rule=f"calls of this form end with {found.stop}, which is no end token of the "
+                "model",
+                remedy="Add it to eos_token_id in generation_config.json, or set another format.",
+            )
+    return found, name

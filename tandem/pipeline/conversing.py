@@ -11,11 +11,14 @@ from typing import Any
 from tandem.agents.endpoint import Endpoint
 from tandem.agents.pool import EnvironmentPool
 from tandem.agents.programs import Programs
-from tandem.data.call_formats import CallFormat, ToolSchema
+from tandem.data.call_formats import CallFormat, ToolSchema, parse_turn
 from tandem.data.dialogue import TOOL, Dialogue, DialogueRefused
 from tandem.data.tokenizer import TextCodec
+from tandem.types import AssistantTurn
 
 _MAX_DIALOGUES = 256
+_HEADER_TOKENS = 256
+"""The number of tokens before a turn in which the template opens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,41 @@ class Conversing:
         if agent in self.hosted:
             return self.hosted[agent].action is None
         return self.has_users
+
+    def parse(
+        self,
+        turn_ids: Sequence[int],
+        *,
+        after: Sequence[int],
+        tools: Sequence[ToolSchema],
+        first_call: int,
+        stop: str = "",
+    ) -> AssistantTurn:
+        """Parse a turn from its tokens.
+
+        Args:
+            after: the tokens that were given before it, at least the last ones.
+            first_call: the number of calls of the episode so far.
+            stop: the text that ended the turn; what follows it is left out.
+        """
+        text, end = self.decode_turn(turn_ids)
+        prompt = ""
+        if self.call_format.reads_prompt:
+            prompt = self.codec.decode([after[-_HEADER_TOKENS:]], skip_special=False)[0]
+        return parse_turn(
+            text[: text.index(stop)] if stop else text,
+            self.call_format,
+            tools=tools,
+            end_texts=(end,) if end else (),
+            first_call=first_call,
+            prompt=prompt,
+        )
+
+    def decode_turn(self, turn_ids: Sequence[int]) -> tuple[str, str]:
+        """Return the text of a turn, and that of the token that closes it; "" if none does."""
+        is_closed = len(turn_ids) > 0 and turn_ids[-1] in self.codec.eos_ids
+        text, end = self.codec.decode([turn_ids, turn_ids[-1:]], skip_special=False)
+        return text, end if is_closed else ""
 
     def dialogue_of(self, schemas: Sequence[ToolSchema]) -> Dialogue:
         """Return the dialogue for these tools of the run; it is made once."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.agents.pool import EnvironmentSession
 from tandem.agents.setup import Task
-from tandem.data.call_formats import message_of_turn, parse_turn
+from tandem.data.call_formats import message_of_turn
 from tandem.data.dialogue import DialogueRefused
 from tandem.data.span_tree import ROOT, SpanTree
 from tandem.errors import RunFailure
@@ -398,15 +398,10 @@ class _Episode:
         return judge(sum(self._rewards))
 
     def _parse(self, completion: Completion) -> AssistantTurn:
-        codec = self.conversing.codec
-        ids = completion.token_ids
-        is_closed = len(ids) > 0 and ids[-1] in codec.eos_ids
-        text, end = codec.decode([ids, ids[-1:] if is_closed else []], skip_special=False)
-        return parse_turn(
-            text,
-            self.conversing.call_format,
+        return self.conversing.parse(
+            completion.token_ids,
+            after=self._tree.spans[self._tree.parents[self._tip]].token_ids,
             tools=self._schemas,
-            end_texts=(end,) if end else (),
             first_call=self._num_calls,
         )
 

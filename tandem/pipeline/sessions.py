@@ -26,7 +26,7 @@ from tandem.agents.chat import (
 )
 from tandem.agents.programs import ProgramEnd
 from tandem.agents.setup import Task
-from tandem.data.call_formats import message_of_turn, parse_turn
+from tandem.data.call_formats import message_of_turn
 from tandem.data.dialogue import Dialogue, DialogueRefused
 from tandem.data.span_tree import ROOT, SpanTree
 from tandem.pipeline.conversing import Conversing
@@ -326,7 +326,7 @@ class ProgramSession:
         completion, stop = _cut_at_stop(completion, chat.stops, decode=self._decode)
         drawing.tip = self._tree.draw(completion, after=drawing.point)
         self._num_drawn += len(completion.token_ids)
-        said = self._parse(completion, chat, stop=stop)
+        said = self._parse(completion, drawing, stop=stop)
         self._num_calls += len(said.calls)
         messages = (*chat.messages, message_of_turn(said))
         self._turns.append(_Turn(messages, drawing.tools, stop, drawing.tip))
@@ -347,18 +347,21 @@ class ProgramSession:
     def _decode(self, ids: Sequence[int]) -> str:
         return self._conversing.codec.decode([ids], skip_special=False)[0]
 
-    def _parse(self, completion: Completion, chat: ChatRequest, *, stop: str) -> AssistantTurn:
+    def _parse(self, completion: Completion, drawing: Drawing, *, stop: str) -> AssistantTurn:
         """Parse a turn; one with malformed calls is text as a whole, as other servers show it."""
         ids = completion.token_ids
-        is_closed = len(ids) > 0 and ids[-1] in self._conversing.codec.eos_ids
-        text, end = self._decode(ids), self._decode(ids[-1:]) if is_closed else ""
-        text = text.removesuffix(end)
-        if stop:
-            text = text[: text.index(stop)]
-        said = parse_turn(
-            text, self._conversing.call_format, tools=chat.tools, first_call=self._num_calls
+        text, end = self._conversing.decode_turn(ids)
+        plain = AssistantTurn(text[: text.index(stop)] if stop else text.removesuffix(end))
+        if not drawing.chat.tools:
+            return plain
+        said = self._conversing.parse(
+            ids,
+            after=self._tree.spans[drawing.point].token_ids,
+            tools=drawing.chat.tools,
+            first_call=self._num_calls,
+            stop=stop,
         )
-        return AssistantTurn(text) if said.malformed or not chat.tools else said
+        return plain if said.malformed else said
 
 
 def _cut_at_stop(

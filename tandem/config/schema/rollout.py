@@ -74,6 +74,7 @@ _TALKS = (
     "agent.agent_loop_config_path are null"
 )
 CallFormatName = Literal[
+    "auto",
     "hermes",
     "gpt-oss",
     "qwen3_coder",
@@ -162,7 +163,8 @@ class MultiTurnConfig(BaseModel):
     )
     format: CallFormatName = Field(
         default="hermes",
-        description="Form in which the model writes calls.",
+        description="Form in which the model writes calls. auto: that of the tokenizer's "
+        "response_template, or the one of these that reads a call of the chat template.",
         json_schema_extra=read_if(_TALKS),
     )
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = Field(

@@ -24,6 +24,7 @@ def described(template: str, *, renders_anew: bool = False) -> dict[str, str]:
     schemas = (schema("add"), schema("subtract"))
     plan: Any = SimpleNamespace(
         schemas=schemas,
+        format_name="auto: hermes",
         facts=Dialogue(codec, schemas).probe([TOOL, USER]),
         renders_anew=renders_anew,
         protections=(),
@@ -46,6 +47,7 @@ def test_rows_and_schemas_are_counted():
     # The words around the schemas are counted once in a prompt with both.
     assert 20 < max(add, subtract) < both < add + subtract
     assert told["of the files of tools"] == "a note"
+    assert told["form of calls"] == "auto: hermes"
 
 
 def test_what_the_template_does_with_earlier_turns_is_told():
