@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward alone teaches a model of the quickstart to call a tool for each step (M29).
 
-This is a short form of ``tandem quickstart --task calculator``: all demonstrations begin with a
-call, so that the model learns sooner to copy digits into one, and most of them stop there.
+These are short forms of ``tandem quickstart --task calculator`` and ``--task python``: all
+demonstrations begin with a call, so that the model learns sooner to copy digits into one, and most
+of them stop there. Without a tool, from demonstrations of mental arithmetic, the same model learns
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,23 +21,53 @@ from tandem.driver import train
 from tandem.driver.launch import local_site
 from tandem.driver.run import run_prepared
 from tandem.quickstart import materials as module
-from tandem.quickstart.calculator import CALCULATOR, calls_twice, stops_early
+from tandem.quickstart.calculator import (
+    CALCULATOR,
+    TURNS,
+    calculates_mentally,
+    calls_twice,
+    stops_early,
+)
 from tandem.quickstart.command import warm_start
+from tandem.quickstart.materials import Materials
+from tandem.quickstart.python_code import PYTHON
+from tandem.quickstart.task import Task
 from tests.fakes.calculator_run import GRPO
 from tests.fakes.tiny_run import metrics_of
 
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 CALLS = "val-aux/agent/calls/mean"
-NUM_STEPS = 30
+WITH_TOOL = ((calls_twice, 0.4), (stops_early, 0.6))
+WITHOUT = ((calculates_mentally, 1.0),)
 
 
-def trained(folder: Path, *keys: str, tool: Sequence[str]) -> dict[str, float]:
-    """Run GRPO with the keys of the quickstart; return what its validation measured."""
-    assert CALCULATOR.tools is not None
+def write_materials(folder: Path, task: Task[Any]) -> Materials:
+    """Write less data than the quickstart does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in (("NUM_DEMONSTRATIONS", 6400), ("NUM_TRAIN", 2000), ("NUM_TEST", 64)):
+            patch.setattr(module, name, count)
+        return module.prepare(folder, seed=0, task=task)
+
+
+def fine_tuned(materials: Materials, folder: Path, *keys: str) -> Path:
+    sizes = ("data.train_batch_size=16", "trainer.total_training_steps=400", "trainer.device=cpu")
+    return warm_start(materials, folder, seed=0, keys=(*keys, *sizes))
+
+
+def keys_of(materials: Materials, *, num_steps: int) -> tuple[str, ...]:
+    return (
+        f"data.train_files={materials.train}",
+        f"data.val_files={materials.test}",
+        f"trainer.total_training_steps={num_steps}",
+        f"trainer.test_freq={num_steps}",
+    )
+
+
+def trained(folder: Path, model: Path, *keys: str) -> dict[str, float]:
+    """Run GRPO; return what its last validation measured."""
     arguments = (
         GRPO,
-        *CALCULATOR.tools.grpo_keys,
-        *tool,
+        f"actor_rollout_ref.model.path={model}",
         f"trainer.default_local_dir={folder}",
         "trainer.device=cpu",
         "trainer.logger=[]",
@@ -47,35 +79,38 @@ def trained(folder: Path, *keys: str, tool: Sequence[str]) -> dict[str, float]:
     return dict(ended.result.validation)
 
 
+@pytest.mark.parametrize(
+    ("task", "num_steps", "accuracy"),
+    [
+        pytest.param(CALCULATOR, 30, 0.8, id="calculator"),
+        pytest.param(PYTHON, 40, 0.9, id="jailed Python", marks=pytest.mark.deep),
+    ],
+)
 def test_m29_reward_teaches_the_calls_without_which_no_problem_is_solved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, task: Task[Any], num_steps: int, accuracy: float
 ) -> None:
-    assert CALCULATOR.tools is not None
-    tools = CALCULATOR.tools
-    for name, count in (("NUM_DEMONSTRATIONS", 6400), ("NUM_TRAIN", 2000), ("NUM_TEST", 64)):
-        monkeypatch.setattr(module, name, count)
-    writers = ((calls_twice, 0.4), (stops_early, 0.6))
-    materials = module.prepare(tmp_path, seed=0, task=replace(CALCULATOR, writers=writers))
-    sizes = ("data.train_batch_size=16", "trainer.total_training_steps=400", "trainer.device=cpu")
-    warm = warm_start(materials, tmp_path / "sft", seed=0, keys=(*tools.sft_keys, *sizes))
-    files = (f"data.train_files={materials.train}", f"data.val_files={materials.test}")
+    tools = task.tools
+    assert tools is not None
+    materials = write_materials(tmp_path, replace(task, writers=WITH_TOOL))
+    warm = fine_tuned(materials, tmp_path / "sft", *tools.sft_keys)
+    keys = (*tools.grpo_keys, *keys_of(materials, num_steps=num_steps))
     run = tmp_path / "run"
-    after = trained(
-        run,
-        *files,
-        f"actor_rollout_ref.model.path={warm}",
-        f"trainer.total_training_steps={NUM_STEPS}",
-        f"trainer.test_freq={NUM_STEPS}",
-        tool=tools.tool_keys,
-    )
+    after = trained(run, warm, *keys, *tools.tool_keys)
     before = metrics_of(run)[0]
     assert before[ACCURACY] < 0.6 and before[CALLS] < 1.5
-    assert after[ACCURACY] >= 0.8 and after[CALLS] >= 1.8
-    without = trained(
-        tmp_path / "broken",
-        *files,
-        f"actor_rollout_ref.model.path={run / f'global_step_{NUM_STEPS}' / 'actor'}",
-        "trainer.val_only=True",
-        tool=tools.broken_keys,
-    )
-    assert without[ACCURACY] <= 0.05
+    assert after[ACCURACY] >= accuracy and after[CALLS] >= 1.8
+    learned = run / f"global_step_{num_steps}" / "actor"
+    broken = (*keys, *tools.broken_keys, "trainer.val_only=True")
+    assert trained(tmp_path / "broken", learned, *broken)[ACCURACY] <= 0.05
+
+
+def test_m29_without_access_to_a_tool_the_same_model_learns_nothing(tmp_path: Path) -> None:
+    tools = CALCULATOR.tools
+    assert tools is not None
+    materials = write_materials(tmp_path, replace(CALCULATOR, writers=WITHOUT))
+    warm = fine_tuned(materials, tmp_path / "sft", *tools.sft_keys)
+    sizes = [key for key in tools.grpo_keys if not key.startswith(TURNS)]
+    keys = (*sizes, *keys_of(materials, num_steps=20))
+    after = trained(tmp_path / "run", warm, *keys)
+    assert CALLS not in after
+    assert metrics_of(tmp_path / "run")[0][ACCURACY] <= 0.1 and after[ACCURACY] <= 0.1

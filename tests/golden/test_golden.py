@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses and tokens of small fixed runs: as recorded, bit for bit on processors that are known.
 
+These are single turns, which go through the episodes of several turns as the trivial case (M7).
 ``golden_runs`` says how far results on another processor may lie from the recorded ones, and why.
 """
 
@@ -30,7 +31,7 @@ def recorded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_fixed_run_gives_the_recorded_losses_and_tokens(
+def test_m7_a_fixed_run_of_single_turns_gives_the_recorded_losses_and_tokens(
     recipe: str, recorded: dict[str, Any], tmp_path: Path
 ) -> None:
     material = write_golden_material(tmp_path / "material")

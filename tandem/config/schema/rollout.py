@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from tandem.config.schema.dotted import ByName
 from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, Strings, read_if
@@ -21,6 +21,8 @@ ENGINES: Mapping[str, str] = {
 """The names of rollout engines, each with the dotted path of the function that builds one."""
 ENGINES_NOT_BUILT: Mapping[str, str] = {"trtllm": "TensorRT-LLM"}
 """Engines that verl has besides: their names and their titles."""
+FORMER_NAMES: Mapping[str, str] = {"sglang_async": "sglang"}
+"""Names of engines in earlier versions of verl. Its ``sglang_async`` became ``sglang`` in 0.5."""
 ENGINES_IN_PROCESS = ("auto", "native", "hf", "vllm")
 """The engines without processes of their own."""
 VERLS_ENGINES = ("vllm", "sglang", *ENGINES_NOT_BUILT)
@@ -240,16 +242,24 @@ class AgentConfig(BaseModel):
     )
 
 
+def _present_name(name: object) -> object:
+    return FORMER_NAMES.get(name, name) if isinstance(name, str) else name
+
+
+EngineName = Annotated[str, ByName((*ENGINES, *ENGINES_NOT_BUILT)), BeforeValidator(_present_name)]
+
+
 class RolloutConfig(BaseModel):
     """Generation for training and, with ``val_kwargs``, for validation."""
 
     model_config = SECTION
 
-    name: Annotated[str, ByName((*ENGINES, *ENGINES_NOT_BUILT))] = Field(
+    name: EngineName = Field(
         default="auto",
         description="Generation engine: a name, or the dotted path of a function that builds an "
         "engine. auto: native (tandem's decoder) if it computes the model, else vllm if it is "
-        "installed and computes it, else hf (transformers' generate).",
+        "installed and computes it, else hf (transformers' generate). sglang_async, a name of verl "
+        "0.4, is sglang.",
     )
     n: int = Field(
         default=8,

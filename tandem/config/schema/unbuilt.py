@@ -9,7 +9,7 @@ this table are read only by the capability and stand in ``schema.ignored``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -75,14 +75,22 @@ _OPTIM_SECTION = {
     "override_optimizer_config": Unbuilt("another argument of the optimizer", ({}, None)),
 }
 _OWN_CLASS = ("path", "name", "class_path", "class_name")
-_OWN_SAMPLER = Unbuilt("a sampler of your own", (None,), "Order the rows of the files.")
+_ORDER = "an order of rows other than that of the files or, with data.shuffle=True, a random one"
+_OWN_SAMPLER = Unbuilt(_ORDER, (None,), "Order the rows of the files.")
+_RANDOM_SAMPLER = {
+    "class_name": replace(_OWN_SAMPLER, harmless=(None, "RandomCurriculumSampler")),
+    "class_path": replace(
+        _OWN_SAMPLER, harmless=(None, "pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu")
+    ),
+}
+"""verl's examples name a class of verl's tests, which draws rows in random order."""
 _OWN_GENERATOR = Unbuilt("generation of training rows", (None,))
 
 _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
     "data": {
         "video_key": Unbuilt("training on videos", ("videos", None)),
         "audio_key": Unbuilt("training on sound", ("audios", None)),
-        **{f"sampler.{key}": _OWN_SAMPLER for key in _OWN_CLASS},
+        **{f"sampler.{key}": _RANDOM_SAMPLER.get(key, _OWN_SAMPLER) for key in _OWN_CLASS},
         **{f"datagen.{key}": _OWN_GENERATOR for key in _OWN_CLASS},
     },
     "algorithm": {"use_pf_ppo": Unbuilt("PF-PPO, which draws samples by their reward")},

@@ -15,6 +15,7 @@ import pytest
 
 from tandem.cli.entries import spelled_out
 from tandem.cli.plan import parse
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
 from tests.fakes.multi_turn_commands import COMMANDS, words_of
 
@@ -65,6 +66,23 @@ def test_m8_a_simulated_user_and_the_keys_of_a_server(tmp_path: Path) -> None:
     reasons = " ".join(plan["keys_without_effect"])
     assert "rollout.sglang_rollout_mode" in reasons and "rollout.server" in reasons
     assert "rollout.mode" in reasons
+
+
+def test_m8_names_of_verl_0_4_and_a_random_sampler_are_taken(tmp_path: Path) -> None:
+    plan = planned(
+        tmp_path,
+        "gsm8k",
+        "0.5",
+        TOOL,
+        f"{ROLLOUT}.name=sglang_async",
+        "data.sampler.class_name=RandomCurriculumSampler",
+        "data.sampler.class_path=pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu",
+    )
+    assert not plan["refusals"] and not plan["unknown_keys"]
+    assert RolloutConfig.model_validate({"name": "sglang_async"}).name == "sglang"
+    assert "data.shuffle=True" in plan["keys_without_effect"]["data.sampler.class_name"]
+    with pytest.raises(UserError, match=r"data\.sampler\.class_name='Hardest'.*is not built"):
+        planned(tmp_path, "gsm8k", "0.5", TOOL, "data.sampler.class_name=Hardest")
 
 
 def test_m8_a_manager_of_agents_is_an_error_with_its_remedy(tmp_path: Path) -> None:

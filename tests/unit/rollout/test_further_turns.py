@@ -22,7 +22,7 @@ from tandem.platforms.capture import eager
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.rollout.paged.cache import PAGE_TOKENS
-from tandem.rollout.paged.engine import PagedRolloutEngine
+from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.sampler import DrawRule, draw_tokens
 from tandem.types import Completion, GenerationRequest, SamplingParams, Span, Trajectory
 from tests.fakes.draining import drain_by_sample
@@ -259,6 +259,75 @@ def test_m3_weights_that_change_in_each_wait_give_the_tokens_of_engines_that_kee
     kept = play_with_new_weights("native", keeps_cache=True, is_fresh=False)
     assert kept != anew, "the weights have changed too little to be seen"
     assert play_with_new_weights("paged", keeps_cache=True, is_fresh=False) == kept
+
+
+class Versions:
+    """A decoder whose weights at each version are known."""
+
+    def __init__(self) -> None:
+        self.decoder = tiny_decoder(
+            vocab_size=VOCABULARY, num_heads=3, num_kv_heads=1, head_dim=16, tie_embeddings=False
+        )
+        self._first = [weight.detach().clone() for weight in self.decoder.parameters()]
+
+    @torch.no_grad()
+    def use(self, version: int) -> None:
+        generator = torch.Generator().manual_seed(version)
+        for weight, first in zip(self.decoder.parameters(), self._first, strict=True):
+            weight.copy_(first + 0.1 * torch.randn(first.shape, generator=generator))
+
+
+def play_with_switches(name: str, versions: Versions) -> dict[int, list[Span]]:
+    """Two turns of each sample; the weights change whenever the engine has drawn some tokens."""
+    prompts, steps, length = PROMPTS, 2, 6
+    if name == "paged":  # draws tokens in windows, and reads one while it draws the next
+        prompts, steps, length = {2: PROMPTS[2]}, WINDOW_TOKENS, 3 * WINDOW_TOKENS
+    versions.use(0)
+    engine = engine_of(name, versions.decoder)
+    if isinstance(engine, PagedRolloutEngine):
+        engine._scheduler.wanted_pages = 64  # growing would give up what is kept
+    spans = {key: [Span(prompt)] for key, prompt in prompts.items()}
+    version = 0
+    for turn in range(2):
+        sampling = replace(SAMPLED, max_new_tokens=length, ignore_eos=True)
+        for key, said in spans.items():
+            engine.add([replace(request_of(key, said), sampling=sampling)])
+        ended: dict[int, Completion] = {}
+        while len(ended) < len(prompts):
+            ended.update({one.sample_id: one for one in engine.advance(max_steps=steps)})
+            version += 1
+            versions.use(version)
+            assert_taken(engine, version)
+        for key, completion in ended.items():
+            spans[key] += [Span(completion.token_ids, completion), Span(GIVEN[turn])]
+    return spans
+
+
+@ENGINES
+@torch.no_grad()
+def test_m3_weights_that_change_within_a_turn_draw_what_their_version_draws(name: str) -> None:
+    """Each token is that of a full pass with the weights of the version that it carries."""
+    versions = Versions()
+    for key, spans in play_with_switches(name, versions).items():
+        ids: tuple[int, ...] = ()
+        for span in spans:
+            completion = span.completion
+            if completion is None:
+                ids = (*ids, *span.token_ids)
+                continue
+            assert completion.switches, "the weights change within each turn"
+            carried = [v for v, length in completion.version_runs for _ in range(length)]
+            drawn = zip(completion.token_ids, completion.log_probs, carried, strict=True)
+            for token, logp, version in drawn:
+                versions.use(version)
+                h_TD = hidden(versions.decoder, ids)
+                logits = F.linear(h_TD[-1:], versions.decoder.lm_head_weight)
+                index = torch.tensor([[len(ids) - len(PROMPTS[key])]])
+                uniform = uniforms(stream_keys(SEED, [key]), index)[0]
+                draw = draw_tokens(logits, uniform, rule=DrawRule.of(SAMPLED))
+                assert int(draw.token_B) == token
+                assert logp == pytest.approx(float(draw.logp_B), abs=5e-5)
+                ids = (*ids, token)
 
 
 def assert_taken(engine: RolloutEngine, version: int) -> None:
