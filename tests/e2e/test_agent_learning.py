@@ -4,7 +4,7 @@
 These are short forms of ``tandem quickstart --task calculator`` and ``--task python``: all
 demonstrations begin with a call, so that the model learns sooner to copy digits into one, and most
 of them stop there. Without a tool, from demonstrations of mental arithmetic, the same model learns
-nothing.
+nothing. With slow tools and steps that are generated ahead it learns what it learns without (M31).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tandem.driver.run import run_prepared
 from tandem.quickstart import materials as module
 from tandem.quickstart.calculator import (
     CALCULATOR,
+    CALCULATOR_FILE,
     TURNS,
     calculates_mentally,
     calls_twice,
@@ -37,6 +38,13 @@ from tests.fakes.tiny_run import metrics_of
 
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 CALLS = "val-aux/agent/calls/mean"
+ASYNCHRONOUS = (
+    "trainer.async_pipeline=True",
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+    "trainer.generate_ahead_steps=2",
+)
 WITH_TOOL = ((calls_twice, 0.4), (stops_early, 0.6))
 WITHOUT = ((calculates_mentally, 1.0),)
 
@@ -114,3 +122,34 @@ def test_m29_without_access_to_a_tool_the_same_model_learns_nothing(tmp_path: Pa
     after = trained(tmp_path / "run", warm, *keys)
     assert CALLS not in after
     assert metrics_of(tmp_path / "run")[0][ACCURACY] <= 0.1 and after[ACCURACY] <= 0.1
+
+
+@pytest.mark.deep
+def test_m31_steps_that_are_generated_ahead_with_slow_tools_teach_as_much(tmp_path: Path) -> None:
+    """Both solve more than two in three of 64 problems, and differ by at most one in five.
+
+    The two runs draw other samples. A difference of two shares of 0.8 has a standard deviation of
+    0.07 with 64 problems each.
+    """
+    tools = CALCULATOR.tools
+    assert tools is not None
+    materials = write_materials(tmp_path, replace(CALCULATOR, writers=WITH_TOOL))
+    warm = fine_tuned(materials, tmp_path / "sft", *tools.sft_keys)
+    source = CALCULATOR_FILE.read_text()
+    wait = "    import random, time\n\n    time.sleep(random.uniform(0, 0.3))\n"
+    assert source.count("    match =") == 1
+    slow = tmp_path / "slow_tool.py"
+    slow.write_text(source.replace("    match =", f"{wait}    match ="))
+    keys = (
+        *tools.grpo_keys,
+        *keys_of(materials, num_steps=40),
+        f"{TURNS}.function_tool_path={slow}",
+        "actor_rollout_ref.rollout.agent.num_workers=4",
+    )
+    waiting = trained(tmp_path / "waiting", warm, *keys)
+    ahead = trained(tmp_path / "ahead", warm, *keys, *ASYNCHRONOUS)
+    assert min(waiting[ACCURACY], ahead[ACCURACY]) > 2 / 3
+    assert abs(waiting[ACCURACY] - ahead[ACCURACY]) <= 0.2
+    rows = metrics_of(tmp_path / "ahead").values()
+    lags = [row["training/lag/max"] for row in rows if "training/lag/max" in row]
+    assert 0 < max(lags) <= 2

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's examples for GSM8K with a tool and for search train in a tiny form (M8, M9).
+"""verl's examples for GSM8K with a tool, with a simulated user, and for search (M8, M9).
 
-The classes of tools have the methods that those of verl 0.5, 0.8 and 0.9 have.
+They train in a tiny form. The classes of tools have the methods that those of verl 0.5, 0.8 and 0.9
+have, and the user those of verl 0.5 to 0.7.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,40 @@ class SearchTool(Tool):
         return {said}(found["document"]["contents"]), 0.0, {{"status": "success"}}
 """
 
+USER = """
+from uuid import uuid4
+
+from verl.interactions.base import BaseInteraction
+
+
+class Gsm8kInteraction(BaseInteraction):
+    def __init__(self, config: dict):
+        super().__init__(config)
+        self._instance_dict = {}
+
+    async def start_interaction(self, instance_id=None, ground_truth=None, **kwargs) -> str:
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth}
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        self._instance_dict[instance_id]["response"] = said[-1]
+        reward = await self.calculate_score(instance_id)
+        if reward == 1.0:
+            return True, "Your response is correct!", 1.0, {}
+        return False, "Your response is incorrect!", 0.0, {}
+
+    async def calculate_score(self, instance_id, **kwargs) -> float:
+        known = self._instance_dict[instance_id]
+        return float(known["response"].endswith("#### " + known["ground_truth"]))
+
+    async def finalize_interaction(self, instance_id, **kwargs) -> None:
+        del self._instance_dict[instance_id]
+"""
+WRONG = "Your response is incorrect!"
+"""What the user says to a wrong answer."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -92,6 +127,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for task in NAMES
     ]
+    turns = (QUESTIONS["gsm8k"], "#### 41", WRONG, ANSWERS["gsm8k"])
+    roles = ("user", "assistant") * 2
+    talk = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    conversations.append({"messages": talk})
     return write_calling_model(tmp_path_factory.mktemp("multi_turn"), conversations)
 
 
@@ -152,9 +191,11 @@ def write_tool(folder: Path, task: str, *, version: str, url: str) -> Path:
     return folder / "tools.yaml"
 
 
-def write_rows(file: Path, task: str, *, version: str) -> Path:
+def write_rows(file: Path, task: str, *, version: str, has_user: bool = False) -> Path:
     """Write two rows as verl's preprocessing does; later versions name the agent."""
     given = {NAMES[task]: {"create_kwargs": {"ground_truth": "42", "question": QUESTIONS[task]}}}
+    tools = {"need_tools_kwargs": True, "tools_kwargs": given}
+    user = {"query": QUESTIONS[task], "ground_truth": "42"}
     row = {
         "data_source": SOURCES[task],
         **({} if version == "0.5" else {"agent_name": "tool_agent"}),
@@ -164,26 +205,33 @@ def write_rows(file: Path, task: str, *, version: str) -> Path:
         "extra_info": {
             "split": "train",
             "index": 0,
-            "need_tools_kwargs": True,
-            "tools_kwargs": given,
-            "interaction_kwargs": {"query": QUESTIONS[task], "ground_truth": "42"},
+            **({} if has_user else tools),
+            "interaction_kwargs": {**({"name": "gsm8k"} if has_user else {}), **user},
         },
     }
     pq.write_table(pa.Table.from_pylist([row] * 2), file)
     return file
 
 
-@pytest.mark.parametrize(("task", "version"), list(COMMANDS), ids=str)
-def test_m8_m9_an_example_trains_with_calls(
-    model: Path, retriever: str, tmp_path: Path, task: str, version: str
-) -> None:
-    rows = write_rows(tmp_path / "rows.parquet", task, version=version)
-    tools = write_tool(tmp_path, task, version=version, url=retriever)
-    run = tmp_path / "run"
+def write_user(folder: Path) -> Path:
+    """Write the class of a simulated user and the YAML file that names it."""
+    (folder / "own_users.py").write_text(USER)
+    entry = {"name": "gsm8k", "class_name": "own_users.Gsm8kInteraction", "config": {}}
+    (folder / "users.yaml").write_text(json.dumps({"interaction": [entry]}))
+    return folder / "users.yaml"
+
+
+def train(words: Sequence[str], folder: Path, *, rows: Path, model: Path, key: str) -> Path:
+    """Run verl's words with the sizes of a tiny run; return its folder.
+
+    Args:
+        key: the key of the file of tools or users.
+    """
+    run = folder / "run"
     sizes = (
         f"data.train_files={rows}",
         f"data.val_files={rows}",
-        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tools}",
+        f"actor_rollout_ref.rollout.multi_turn.{key}",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.rollout.name=native",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -203,14 +251,37 @@ def test_m8_m9_an_example_trains_with_calls(
         "trainer.logger=[console]",
     )
     ended = run_command(
-        ["main_ppo", *words_of(task, version, tmp_path), *sizes],
-        folder=tmp_path,
-        conditions=Conditions(environment={"PYTHONPATH": str(tmp_path)}),
+        ["main_ppo", *words, *sizes],
+        folder=folder,
+        conditions=Conditions(environment={"PYTHONPATH": str(folder)}),
     )
     assert ended.code == 0, ended.stderr
-    step = metrics_of(run)[1]
-    assert step["agent/calls/ok"] >= 1 and step["agent/failed"] == 0
+    assert metrics_of(run)[1]["agent/failed"] == 0
+    return run
+
+
+def given_texts(run: Path) -> str:
+    """Return what the episodes of a run were told."""
     spans = [span for row in read_lines(run / "rollouts.jsonl") for span in row["spans"]]
-    told = "".join(span["text"] for span in spans if not span["drawn"])
-    assert RESULTS[task] in told
-    assert step["critic/score/max"] == 1.0
+    return "".join(span["text"] for span in spans if not span["drawn"])
+
+
+@pytest.mark.parametrize(("task", "version"), list(COMMANDS), ids=str)
+def test_m8_m9_an_example_trains_with_calls(
+    model: Path, retriever: str, tmp_path: Path, task: str, version: str
+) -> None:
+    rows = write_rows(tmp_path / "rows.parquet", task, version=version)
+    tools = write_tool(tmp_path, task, version=version, url=retriever)
+    words = words_of(task, version, tmp_path)
+    run = train(words, tmp_path, rows=rows, model=model, key=f"tool_config_path={tools}")
+    assert metrics_of(run)[1]["agent/calls/ok"] >= 1
+    assert RESULTS[task] in given_texts(run)
+
+
+def test_m8_m9_an_example_trains_with_a_simulated_user(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.parquet", "gsm8k", version="0.5", has_user=True)
+    words = words_of("gsm8k", "0.5", tmp_path)
+    key = f"interaction_config_path={write_user(tmp_path)}"
+    run = train(words, tmp_path, rows=rows, model=model, key=key)
+    assert metrics_of(run)[1]["num_turns/mean"] > 2, "the user has answered"
+    assert WRONG in given_texts(run)

@@ -105,34 +105,59 @@ def weights_of(run: Path) -> dict[str, bytes]:
     return found
 
 
+def kill_after(command: Command, notes: Path, num_answers: int) -> bool:
+    """Kill a run after some more answers; return False if it has ended before."""
+    until = notes.stat().st_size + num_answers
+    give_up_at_s = time.monotonic() + TIMEOUT_S
+    while notes.stat().st_size < until and command.is_running:
+        assert time.monotonic() < give_up_at_s, command.output()
+        time.sleep(0.005)
+    command.signal(signal.SIGKILL)
+    ended = command.wait()
+    assert ended.code in (0, -signal.SIGKILL), ended.stderr
+    return ended.code != 0
+
+
+@pytest.mark.parametrize(
+    "num_kills", [1, pytest.param(10, marks=pytest.mark.deep, id="ten kill points")]
+)
 def test_m23_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(
-    materials: Materials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    materials: Materials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kills: int
 ) -> None:
+    """The users take most of the time, so that most kills come while episodes wait for one."""
     monkeypatch.chdir(tmp_path)  # tools are imported from the working folder
     keys = keys_of(materials, tmp_path)
     train_on(configured(materials, tmp_path / "whole", *keys))
     notes = tmp_path / "notes"
     num_answers = notes.stat().st_size
     assert num_answers >= 2 * NUM_STEPS * 8, "there are several waves"
-    own = (
-        f"actor_rollout_ref.model.path={materials.model}",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        f"{ROLLOUT}.n=2",
-        "trainer.logger=[]",
-        "trainer.resume_mode=auto",
-        f"trainer.default_local_dir={tmp_path / 'killed'}",
-    )
-    first = Command(["train", GRPO, *own, *keys], folder=tmp_path)
-    until = num_answers + random.SystemRandom().randrange(num_answers // NUM_STEPS, num_answers)
-    give_up_at_s = time.monotonic() + TIMEOUT_S
-    while notes.stat().st_size < until and first.is_running:
-        assert time.monotonic() < give_up_at_s, first.output()
-        time.sleep(0.005)
-    first.signal(signal.SIGKILL)
-    ended = Command(["train", GRPO, *own, *keys], folder=tmp_path).wait()
-    assert ended.code == 0, ended.stderr
-    assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
+    draw = random.SystemRandom()
+    num_killed = 0
+    for number in range(4 * num_kills):
+        run = tmp_path / f"killed-{number}"
+        own = (
+            f"actor_rollout_ref.model.path={materials.model}",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            f"{ROLLOUT}.n=2",
+            "trainer.logger=[]",
+            "trainer.resume_mode=auto",
+            f"trainer.default_local_dir={run}",
+        )
+        words = ["train", GRPO, *own, *keys]
+        # A run of three steps is killed once or twice: it goes on from its last checkpoint.
+        while num_killed < num_kills and kill_after(
+            Command(words, folder=tmp_path),
+            notes,
+            draw.randrange(1, num_answers * 2 // NUM_STEPS),
+        ):
+            num_killed += 1
+        ended = Command(words, folder=tmp_path).wait()
+        assert ended.code == 0, ended.stderr
+        assert weights_of(run) == weights_of(tmp_path / "whole")
+        if num_killed == num_kills:
+            return
+    pytest.fail("the runs end before they can be killed")
 
 
 def test_what_is_not_declared_deterministic_is_refused(
