@@ -259,7 +259,7 @@ class _Connection:
         """Wait for a turn while the client does; write a comment every ``every_s`` seconds.
 
         Raises:
-            ConnectionError: the client has hung up.
+            ConnectionError: the client has hung up, or its episode has ended.
         """
         drawing = asyncio.ensure_future(turn)
         listening = asyncio.ensure_future(self._reader.read(_READ_BYTES))
@@ -268,6 +268,8 @@ class _Connection:
                 await asyncio.wait(
                     (drawing, listening), timeout=every_s, return_when=asyncio.FIRST_COMPLETED
                 )
+                if drawing.cancelled():
+                    raise ConnectionAbortedError("the episode has ended before its turn")
                 if drawing.done():
                     return drawing.result()
                 if not listening.done():

@@ -27,7 +27,7 @@ REPLY = ChatReply("It is 42.", (ToolCall("c1", "look", '{"a": 1}'),), FinishReas
 class Turn:
     """A turn that is drawn when ``release`` is set."""
 
-    def __init__(self, release: asyncio.Event, error: RequestRefused | None) -> None:
+    def __init__(self, release: asyncio.Event, error: BaseException | None) -> None:
         self._release, self._error = release, error
         self.marks: list[str] = []
 
@@ -50,7 +50,7 @@ class Session:
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.release.set()
-        self.error: RequestRefused | None = None
+        self.error: BaseException | None = None
         self.chats: list[ChatRequest] = []
         self.turns: list[Turn] = []
         self.refusals: list[str] = []
@@ -127,6 +127,27 @@ def test_m24_a_client_that_hangs_up_has_not_got_the_turn() -> None:
                 await client.chat.completions.create(model="any", messages=USER)
         while session.turns[0].marks != ["hung up"]:
             await asyncio.sleep(0.01)
+
+    run(check)
+
+
+def test_a_request_whose_episode_ends_is_closed_without_a_traceback() -> None:
+    """The turn is cancelled, as when a program ends without waiting for its request."""
+
+    async def check(endpoint: Endpoint, access: Access, session: Session) -> None:
+        errors: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        session.error = asyncio.CancelledError()
+        for is_streamed in (False, True):
+            async with client_of(access) as client:
+                with pytest.raises((openai.APIConnectionError, httpx.HTTPError)):
+                    answer: Any = await client.chat.completions.create(
+                        model="any", messages=USER, stream=is_streamed
+                    )
+                    _ = [event async for event in answer]
+        assert [turn.marks for turn in session.turns] == [["hung up"]] * 2
+        await asyncio.sleep(0.1)
+        assert not errors
 
     run(check)
 

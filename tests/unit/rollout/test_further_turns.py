@@ -303,7 +303,7 @@ def play_with_switches(name: str, versions: Versions) -> dict[int, list[Span]]:
     return spans
 
 
-@ENGINES
+@pytest.mark.parametrize("name", ["native", pytest.param("paged", marks=pytest.mark.deep)])
 @torch.no_grad()
 def test_m3_weights_that_change_within_a_turn_draw_what_their_version_draws(name: str) -> None:
     """Each token is that of a full pass with the weights of the version that it carries."""
