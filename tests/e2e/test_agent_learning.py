@@ -112,6 +112,7 @@ def test_m29_reward_teaches_the_calls_without_which_no_problem_is_solved(
     assert trained(tmp_path / "broken", learned, *broken)[ACCURACY] <= 0.05
 
 
+@pytest.mark.deep
 def test_m29_without_access_to_a_tool_the_same_model_learns_nothing(tmp_path: Path) -> None:
     tools = CALCULATOR.tools
     assert tools is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from tandem.driver import train
 from tandem.errors import RunFailure, UserError
 from tandem.quickstart.materials import Materials
 from tests.fakes.calculator_run import configured, train_on, write_materials
-from tests.fakes.tiny_run import metrics_of
+from tests.fakes.tiny_run import metrics_of, read_lines
 
 ROLLOUT = "actor_rollout_ref.rollout"
 AGENT = f"{ROLLOUT}.agent"
@@ -52,6 +53,50 @@ with urllib.request.urlopen(request) as answer:
     print(json.load(answer)["choices"][0]["message"]["content"])
 print(json.dumps({"reward": 1.0}))
 """
+
+MISBEHAVING = """
+import asyncio
+import httpx
+
+KINDS = {kinds!r}
+HAS_SUCCEEDED = asyncio.Event()
+
+
+async def solve(task, endpoint):
+    kind = KINDS[task.episode_id[1] % len(KINDS)]
+    headers = {{"authorization": f"Bearer {{endpoint.api_key}}"}}
+    url = endpoint.base_url + "/chat/completions"
+    body = {{"messages": list(task.messages), "max_tokens": 4}}
+    async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
+        async def ask(more={{}}, **options):
+            options = {{"headers": headers, **options}}
+            return await client.post(url, json={{**body, **more}}, **options)
+
+        if kind in ("fine", "asks twice", "rewrites history"):
+            first = (await ask()).json()["choices"]
+            HAS_SUCCEEDED.set()
+        else:  # a run whose first agents all fail ends
+            await HAS_SUCCEEDED.wait()
+        if kind == "asks twice":
+            again = await ask(headers={{**headers, "x-stainless-retry-count": "1"}})
+            assert again.json()["choices"] == first
+        if kind == "rewrites history":
+            told = [{{"role": "assistant", "content": "x"}}, {{"role": "user", "content": "y"}}]
+            await ask({{"messages": [*body["messages"], *told]}})
+        if kind == "hangs up":
+            try:
+                await ask({{"max_tokens": 40}}, timeout=0.001)
+            except httpx.TimeoutException:
+                pass
+        refused = {{"n=2": {{"n": 2}}, "JSON": {{"response_format": {{"type": "json_object"}}}}}}
+        if kind in refused:
+            assert (await ask(refused[kind])).status_code == 400
+        if kind == "no key":
+            assert (await ask(headers={{}})).status_code == 401
+    return 0.5
+"""
+GOOD = ("fine", "asks twice", "rewrites history")
+BAD = ("never asks", "hangs up", "n=2", "JSON", "no key")
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +171,33 @@ def test_a_run_whose_agents_all_fail_ends_with_the_cause(
     while failures and not isinstance(failures[0], RunFailure):
         failures = [*getattr(failures[0], "exceptions", ()), *failures[1:]]
     assert "the endpoint refused: n=2 is not supported" in str(failures[0])
+
+
+def test_agents_that_misbehave_have_no_score_or_are_recorded_once(
+    materials: Materials,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One sample of each kind for each of four prompts; a failure is never a reward of 0."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "misbehaving.py").write_text(MISBEHAVING.format(kinds=(*GOOD, *BAD)))
+    run = tmp_path / "run"
+    keys = [
+        *agents_file(tmp_path, {"_target_": "misbehaving.solve", "reward": "agent"}),
+        f"{ROLLOUT}.n={len(GOOD) + len(BAD)}",
+        f"trainer.rollout_data_dir={run / 'dumps'}",
+        "trainer.total_training_steps=1",
+        "data.max_prompt_length=96",
+        "data.val_files=[]",
+    ]
+    train_on(configured(materials, run, *keys))
+    row = metrics_of(run)[1]
+    assert row["agent/failed"] == row["reward/errors"] == 4 * len(BAD)
+    assert row["agent/forks/edited"] == 4
+    scores = [line["score"] for line in read_lines(run / "dumps/1.jsonl")]
+    assert Counter(scores) == {None: 4 * len(BAD), 0.5: 4 * len(GOOD)}
+    assert not [one for one in caplog.records if one.name == "asyncio"], caplog.text
 
 
 @pytest.mark.parametrize(
