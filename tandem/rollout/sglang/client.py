@@ -54,6 +54,31 @@ ENVIRONMENT: Mapping[str, str] = {
 _REFUSED = ("SGLANG_RETURN_ORIGINAL_LOGPROB",)
 
 
+class Cleaner:
+    """A process that removes files if this process ends without closing its engine, as by a kill.
+
+    It reads a pipe whose other end this process holds.
+    """
+
+    def __init__(self, *paths: str) -> None:
+        """Start it for folders and files."""
+        program = 'while read -r _; do :; done; exec rm -rf -- "$@"'
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", program, "sh", *paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """End it; the files stay."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None, "it reads a pipe"
+        self._process.stdin.close()
+
+
 class SglangProcess:
     """A running child process. Calls do not overlap.
 
@@ -83,6 +108,7 @@ class SglangProcess:
         self._log = Path(name)
         self._folder = TemporaryDirectory(prefix="tandem-sglang-", ignore_cleanup_errors=True)
         folder = self._folder.name
+        self._cleaner = Cleaner(folder, name)
         # Nothing but tandem: its neighbours are packages of other versions than SGLang's.
         Path(folder, "tandem").symlink_to(Path(tandem.__file__).parent)
         self._channel, self._lifeline_fd, self._process = start_interpreter(
@@ -125,6 +151,7 @@ class SglangProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._channel.close()
         os.close(self._lifeline_fd)
+        self._cleaner.dismiss()
         self._folder.cleanup()
         try:
             self._process.wait(_EXIT_S)

@@ -74,9 +74,10 @@ class Program:
     """SGLang's engine with the calls of the parent.
 
     Args:
-        first: ``arguments`` of ServerArgs, ``num_rows`` of samples, ``weights_fd`` (the shared
-            memory that weights come in) and its size ``weights_bytes``, and ``folder``, which the
-            parent removes in the end.
+        first: ``arguments`` of ServerArgs, ``config`` (the content of config.json, or None for that
+            of the model's folder), ``num_rows`` of samples, ``weights_fd`` (the shared memory that
+            weights come in) and its size ``weights_bytes``, and ``folder``, which the parent
+            removes in the end.
     """
 
     def __init__(self, channel: socket.socket, first: dict[str, Any]) -> None:
@@ -88,13 +89,18 @@ class Program:
         class KeyedEngine(base):
             run_scheduler_process_func = staticmethod(run_scheduler)
 
-        self._engine = KeyedEngine(**first["arguments"], custom_weight_loader=[LOADER])
+        tempfile.tempdir = first["folder"]  # SGLang's sockets, until the first version
+        arguments = first["arguments"]
+        if first["config"] is not None:
+            arguments["model_path"] = _write_config(first["config"], first["folder"])
+        self._engine = KeyedEngine(**arguments, custom_weight_loader=[LOADER])
+        tempfile.tempdir = None
         self._manager: Any = self._engine.tokenizer_manager
         self._processor = of_sglang(
             "sampling.custom_logit_processor", "DisallowedTokensLogitsProcessor"
         ).to_str()  # SGLang keeps custom_params for requests with a processor; ours is never called
         self._memory = mmap.mmap(first["weights_fd"], first["weights_bytes"])
-        self._device = first["arguments"]["device"]
+        self._device = arguments["device"]
         self._num_rows: int = first["num_rows"]
         self._version = "-1"
         self._waiting: deque[dict[str, Any]] = deque()
@@ -271,6 +277,14 @@ def _require(answer: Any) -> None:
         success, message = answer.success, answer.message
     if not success:
         raise RuntimeError(message)
+
+
+def _write_config(config: dict[str, Any], folder: str) -> str:
+    """Write a config.json, and return the folder that has it."""
+    model = Path(folder) / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(model)
 
 
 def _place_listener(folder: str) -> None:
