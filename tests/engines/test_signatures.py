@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V14: what tandem calls of vLLM, by names and parameters, as recorded of three versions.
+"""V14: what tandem calls of vLLM and of SGLang, by names and parameters, as recorded of three
+versions of vLLM and of the one of SGLang that tandem takes.
 
-The record is read from the text of the packages. After a change of the installed version or of what
-tandem calls, write it again: ``python -m tests.engines.test_signatures FOLDER`` prints it for a
-folder that holds a package ``vllm``.
+The records are read from the text of the packages. After a change of the installed version or of
+what tandem calls, write them again: ``python -m tests.engines.test_signatures FOLDER`` prints them
+for the folder of a package.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -18,11 +20,17 @@ from pathlib import Path
 
 import pytest
 
+from tandem.rollout.choice import PACKAGES
+from tandem.rollout.installed import find_package
+from tandem.rollout.sglang.arguments import engine_arguments as sglang_arguments
+from tandem.rollout.sglang.keys import known_arguments as known_sglang_arguments
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.keys import known_arguments
 from tests.engines.bench import open_spec, write_model
 
 RECORD = Path(__file__).with_name("vllm_signatures.json")
+SGLANG_RECORD = Path(__file__).with_name("sglang_signatures.json")
+PYTHON = os.environ.get("TANDEM_SGLANG_PYTHON", "")
 CALLED: Mapping[str, Sequence[str]] = {
     "v1/engine/llm_engine.py": (
         "LLMEngine.__init__",
@@ -54,12 +62,49 @@ CALLED: Mapping[str, Sequence[str]] = {
     "engine/arg_utils.py": ("EngineArgs.create_engine_config",),
 }
 """File of vLLM -> the functions that tandem calls or overrides."""
+SGLANG_CALLED: Mapping[str, Sequence[str]] = {
+    "srt/entrypoints/engine.py": ("Engine.__init__", "Engine.shutdown"),
+    "srt/managers/tokenizer_manager.py": (
+        "TokenizerManager.generate_request",
+        "TokenizerManager.pause_generation",
+        "TokenizerManager.continue_generation",
+    ),
+    "srt/managers/tokenizer_control_mixin.py": (
+        "TokenizerControlMixin.flush_cache",
+        "TokenizerControlMixin.begin_weight_update",
+        "TokenizerControlMixin.update_weights_from_tensor",
+        "TokenizerControlMixin.end_weight_update",
+    ),
+    "srt/managers/scheduler.py": ("run_scheduler_process",),
+    "srt/managers/load_snapshot.py": ("shm_path_for",),
+    "srt/layers/sampler.py": ("register_sampler_backend", "Sampler.forward"),
+    "srt/sampling/custom_logit_processor.py": ("CustomLogitProcessor.to_str",),
+}
+"""File of SGLang -> the functions that tandem calls or overrides."""
+SGLANG_FIELDS: Mapping[str, Sequence[str]] = {
+    "GenerateReqInput": (
+        "input_ids",
+        "sampling_params",
+        "custom_logit_processor",
+        "return_logprob",
+        "stream",
+        "extra_key",
+    ),
+    "PauseGenerationReqInput": ("mode",),
+    "UpdateWeightsFromTensorReqInput": (
+        "serialized_named_tensors",
+        "load_format",
+        "flush_cache",
+        "weight_version",
+    ),
+}
+"""Messages of SGLang (``managers/io_struct.py``) -> the fields that tandem sets."""
 
 
-def signatures(package: Path) -> dict[str, list[str]]:
+def signatures(package: Path, called: Mapping[str, Sequence[str]] = CALLED) -> dict[str, list[str]]:
     """Return the parameters of each function by its name; those that are missing have none."""
     found: dict[str, list[str]] = {}
-    for file, names in CALLED.items():
+    for file, names in called.items():
         functions = dict(_functions(ast.parse((package / file).read_text(encoding="utf-8"))))
         for name in names:
             if name in functions:
@@ -69,14 +114,61 @@ def signatures(package: Path) -> dict[str, list[str]]:
     return found
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, _Function):
             yield node.name, node
         elif isinstance(node, ast.ClassDef):
             for entry in node.body:
-                if isinstance(entry, ast.FunctionDef):
+                if isinstance(entry, _Function):
                     yield f"{node.name}.{entry.name}", entry
+
+
+def _fields(file: Path) -> dict[str, set[str]]:
+    """Return the annotated names of each class in a file."""
+    classes = [n for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef)]
+    return {
+        node.name: {
+            entry.target.id
+            for entry in node.body
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+        }
+        for node in classes
+    }
+
+
+def _sglang() -> tuple[str, Path]:
+    """Return the version and the folder of SGLang."""
+    if not PYTHON:
+        pytest.skip("needs sglang: make test-engines")
+    found = find_package("sglang", ("sglang",), interpreter=PYTHON)
+    assert found is not None
+    return found.version, found.folder
+
+
+def test_v14_the_installed_sglang_has_the_recorded_signatures() -> None:
+    version, folder = _sglang()
+    record = json.loads(SGLANG_RECORD.read_text())
+    assert set(record) == {PACKAGES["sglang"].versions.removeprefix("==")}
+    assert signatures(folder, SGLANG_CALLED) == record[version]
+    assert record[version].keys() == {name for names in SGLANG_CALLED.values() for name in names}
+
+
+def test_v14_the_installed_sglang_has_the_fields_and_takes_every_argument(tmp_path: Path) -> None:
+    _, folder = _sglang()
+    found = _fields(folder / "srt/managers/io_struct.py")
+    for name, fields in SGLANG_FIELDS.items():
+        assert set(fields) <= found[name], name
+    spec = open_spec(
+        write_model(tmp_path, "qwen2 tied"),
+        cudagraph_capture_sizes=[1],
+        engine_kwargs={"sglang": {"python": PYTHON}},
+    )
+    known = known_sglang_arguments(spec.config.engine_kwargs.sglang)
+    assert sglang_arguments(spec, max_positions=256).keys() <= known
 
 
 def _record() -> dict[str, dict[str, list[str]]]:
@@ -108,4 +200,6 @@ def test_v14_the_installed_package_takes_every_argument(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(signatures(Path(sys.argv[1]) / "vllm"), indent=1) + "\n")
+    package = Path(sys.argv[1])
+    functions = SGLANG_CALLED if package.name == "sglang" else CALLED
+    sys.stdout.write(json.dumps(signatures(package, functions), indent=1) + "\n")

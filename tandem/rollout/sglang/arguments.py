@@ -49,7 +49,7 @@ def engine_arguments(spec: EngineSpec, *, max_positions: int) -> dict[str, Any]:
         "log_level": "error",
     }
     if config.cudagraph_capture_sizes is not None:
-        arguments["cuda_graph_bs"] = list(config.cudagraph_capture_sizes)
+        arguments["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
     if not on_device:
         arguments["attention_backend"] = "torch_native"
         arguments["max_total_tokens"] = min(num_rows * (length + _FREE_POSITIONS), _MAX_CPU_TOKENS)

@@ -37,7 +37,7 @@ _HAS_KEY: Mapping[str, str] = {
     "max_prefill_tokens": f"{_ROLLOUT}.max_num_batched_tokens",
     "disable_radix_cache": f"{_ROLLOUT}.enable_prefix_caching",
     "disable_cuda_graph": f"{_ROLLOUT}.enforce_eager",
-    "cuda_graph_bs": f"{_ROLLOUT}.cudagraph_capture_sizes",
+    "cuda_graph_bs_decode": f"{_ROLLOUT}.cudagraph_capture_sizes",
     "tp_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "dp_size": "trainer.n_gpus_per_node",
     "enable_memory_saver": f"{_ROLLOUT}.free_cache_engine",
@@ -73,7 +73,7 @@ def check_sglang_arguments(given: Mapping[str, Any]) -> None:
     rules = ArgumentRules(
         SECTION, "SGLang's ServerArgs", _HAS_KEY, _IS_TANDEMS, own=(ALLOW_UNTESTED, PYTHON)
     )
-    check_arguments(rules, given, known=_known_arguments(given) if given else frozenset())
+    check_arguments(rules, given, known=known_arguments(given) if given else frozenset())
 
 
 def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in own and value is not None}
 
 
-def _known_arguments(given: Mapping[str, Any]) -> frozenset[str]:
+def known_arguments(given: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the installed SGLang's ServerArgs; none if its source is not there."""
     package = PACKAGES["sglang"]
     python = None if interpreter(given) == sys.executable else interpreter(given)

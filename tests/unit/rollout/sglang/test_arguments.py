@@ -43,7 +43,7 @@ def arguments(spec: EngineSpec, **keys: Any) -> dict[str, Any]:
         ("enable_chunked_prefill", False, {"chunked_prefill_size": -1}),
         ("enable_prefix_caching", False, {"disable_radix_cache": True}),
         ("gpu_memory_utilization", 0.3, {"mem_fraction_static": 0.3}),
-        ("cudagraph_capture_sizes", [1, 8], {"cuda_graph_bs": [1, 8]}),
+        ("cudagraph_capture_sizes", [1, 8], {"cuda_graph_bs_decode": [1, 8]}),
         ("engine_kwargs", {"sglang": {"page_size": 4, "python": "p"}}, {"page_size": 4}),
     ],
 )
