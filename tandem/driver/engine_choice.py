@@ -140,7 +140,7 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
         return "the devices of an engine must be on one node"
     if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
         return "with enable_param_async or enable_dual_buffer an engine must be on one device"
-    for name in ("num_attention_heads", "intermediate_size"):
+    for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
         size = hf_config.get(name)
         if isinstance(size, int) and size % num_ranks:
             return f"it must divide the model's {name}, which is {size}"

@@ -18,6 +18,7 @@ from tandem.config.derived.experts import is_expert_family
 from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
 from tandem.config.schema.rollout import ENGINES, ENGINES_NOT_BUILT
 from tandem.rollout.installed import Installed, find_package
+from tandem.rollout.sglang.families import GLM_CLASS, SAME_AS_GLM, difference_from_glm
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,13 @@ PACKAGES: Mapping[str, Package] = {
     ),
 }
 """The package of each engine that is not tandem's own."""
-_WITH_OWN_WEIGHTS = ("hf", "vllm", "sglang")
-"""The engines that hold a copy of the weights, under names of their own for experts."""
+_FAMILIES_WITH_EXPERTS: Mapping[str, Sequence[str]] = {
+    "hf": (),
+    "vllm": ("qwen3_moe",),
+    "sglang": ("qwen3_moe", "dots1", "XdgMoE"),
+}
+"""The families with experts that have been compared with the trainer, for each engine that holds a
+copy of the weights, under names of its own for experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +153,21 @@ def problem_of(
     family = (hf_config or {}).get("model_type")
     if name == "native" and family is not None and family not in NATIVE_FAMILIES:
         return Problem(f"the native engine does not compute models of type {family!r}")
-    if name in _WITH_OWN_WEIGHTS and is_expert_family(family):
-        return Problem("weights of models with experts are not sent to this engine yet")
+    if name in _FAMILIES_WITH_EXPERTS and is_expert_family(family):
+        computed = () if is_elsewhere else _FAMILIES_WITH_EXPERTS[name]
+        if family not in computed:
+            only = f"; with experts it computes {', '.join(computed)}" if computed else ""
+            return Problem(f"experts of {family!r} are not sent to this engine yet{only}")
     if family in SEEING_FAMILIES and name in ENGINES and name not in ("auto", "native"):
         return Problem(f"only the native engine reads pictures (model_type {family!r})")
     package = PACKAGES.get(name)
     if package is None or is_elsewhere:
         return None
+    if name == "sglang" and hf_config is not None and family in SAME_AS_GLM:
+        difference = difference_from_glm(hf_config)
+        if difference:
+            return Problem(f"SGLang computes {family!r} as GLM-4.5 alone: {difference}")
+        hf_config = {**hf_config, "architectures": [GLM_CLASS]}
     try:
         found = find_package(package.module, package.distributions, interpreter=interpreter)
     except OSError as error:

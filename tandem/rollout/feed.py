@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from tandem.api import EngineFailure, Rollout, RolloutEngine, WeightSink
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter, trained_parameters
+from tandem.models.file_tensors import is_kept
 from tandem.models.hf import transformers_views
 from tandem.models.language_model import LanguageModel
 from tandem.models.weights import file_views
-from tandem.types import Completion, GenerationRequest
+from tandem.types import Completion, GenerationRequest, SliceSpec
 
 
 class WeightFeed:
@@ -111,3 +113,21 @@ def checkpoint_views(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
         yield from file_views(model.decoder)
     else:
         yield from transformers_views(model.module)
+
+
+def manifest_of(model: LanguageModel, dtype: torch.dtype) -> list[SliceSpec]:
+    """Return the manifest of an engine that takes every weight of a model as a whole tensor.
+
+    Args:
+        dtype: the precision of the engine; tensors that files keep in fp32 come in fp32.
+    """
+    return [
+        SliceSpec(
+            name,
+            view.dtype if is_kept(name) else dtype,
+            tuple(view.shape),
+            (0,) * view.ndim,
+            tuple(view.shape),
+        )
+        for name, view in checkpoint_views(model)
+    ]

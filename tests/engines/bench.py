@@ -48,6 +48,19 @@ _SIZES: Mapping[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_EXPERTS: Mapping[str, Any] = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+_DEEPSEEK: Mapping[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -62,18 +75,15 @@ FAMILIES: Mapping[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True),
     "llama": lambda: transformers.LlamaConfig(**_SIZES, rope_parameters=_ROPE),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_SIZES,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
+        **_SIZES, **_EXPERTS, head_dim=32, num_experts=4, tie_word_embeddings=False
     ),
     "gemma": lambda: transformers.GemmaConfig(**_SIZES, head_dim=32),
     "phi3": lambda: transformers.Phi3Config(**_SIZES),
+    "dots1": lambda: transformers.Dots1Config(
+        **_SIZES, **_EXPERTS, **_DEEPSEEK, head_dim=32, sliding_window=None
+    ),
 }
-"""The last two are computed by transformers in the trainer, all others by our decoder."""
+"""Gemma and Phi-3 are computed by transformers in the trainer, all others by our decoder."""
 
 
 def write_model(folder: Path, family: str, **settings: Any) -> Path:

@@ -11,6 +11,7 @@ and emptied unless the engine keeps its cache. Tensor parallelism is not built.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +24,16 @@ from tandem.platforms.select import DTYPES
 from tandem.rollout.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
-from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.feed import manifest_of
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sglang.arguments import engine_arguments
 from tandem.rollout.sglang.client import SglangProcess
+from tandem.rollout.sglang.families import config_for_sglang
 from tandem.rollout.sglang.keys import interpreter
 from tandem.rollout.sglang.weights import SglangSink, SharedMemory
-from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
+from tandem.types import Completion, GenerationRequest, TokenIds
+
+logger = logging.getLogger(__name__)
 
 _GREEDY = (0.0, -1, 1.0)
 _DEFAULT_POSITIONS = 4096
@@ -60,7 +64,7 @@ class SglangRolloutEngine:
         self.capacity = Capacity(config.max_num_seqs, int(process.facts["cache_tokens"]))
         self._sink = SglangSink(
             process,
-            _manifest(spec, dtype),
+            manifest_of(spec.model, dtype),
             memory=memory,
             keeps_cache=keeps_cache,
             on_end=self._expect,
@@ -178,9 +182,16 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
     positions = hf_config.get("max_position_embeddings", _DEFAULT_POSITIONS)
     arguments = engine_arguments(spec, max_positions=positions)
     spec.warn_of_precision()
-    memory = SharedMemory(_manifest(spec, DTYPES[arguments["dtype"]]))
+    decoder = spec.model.decoder
+    config = (
+        None if decoder is None else config_for_sglang(hf_config, head_dim=decoder.config.head_dim)
+    )
+    if config is not None:
+        _use_no_files(spec, arguments)
+    memory = SharedMemory(manifest_of(spec.model, DTYPES[arguments["dtype"]]))
     first = {
         "arguments": arguments,
+        "config": config,
         "num_rows": spec.config.max_num_seqs,
         "weights_fd": memory.fd,
         "weights_bytes": memory.num_bytes,
@@ -198,11 +209,16 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
     return SglangRolloutEngine(spec, process, memory=memory, dtype=DTYPES[arguments["dtype"]])
 
 
-def _manifest(spec: EngineSpec, dtype: torch.dtype) -> list[SliceSpec]:
-    return [
-        SliceSpec(name, dtype, tuple(view.shape), (0,) * view.ndim, tuple(view.shape))
-        for name, view in checkpoint_views(spec.model)
-    ]
+def _use_no_files(spec: EngineSpec, arguments: dict[str, Any]) -> None:
+    """Let SGLang start with random weights: it does not know the names in the model's files."""
+    if arguments["load_format"] != "dummy":
+        logger.warning(
+            "actor_rollout_ref.rollout.load_format=%s: SGLang computes models of type %r under "
+            "another name and does not read their files. Its weights come from the trainer alone",
+            spec.config.load_format,
+            spec.model.family,
+        )
+    arguments["load_format"] = "dummy"
 
 
 def _message(  # noqa: PLR0913 - the fields of a message

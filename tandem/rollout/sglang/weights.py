@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import EngineFailure
+from tandem.rollout.sglang.families import name_for_sglang
 from tandem.types import SliceSpec
 
 _MIN_BYTES = 64 << 20
@@ -93,7 +94,8 @@ class SglangSink:
             self._flush()
         self._memory.bytes[self._used : self._used + data.numel()].copy_(data)
         dtype = str(spec.dtype).removeprefix("torch.")
-        place = {"name": name, "dtype": dtype, "shape": list(spec.shape), "offset": self._used}
+        named = name_for_sglang(name)
+        place = {"name": named, "dtype": dtype, "shape": list(spec.shape), "offset": self._used}
         self._placed.append(place)
         self._used += -(-data.numel() // _ALIGNMENT) * _ALIGNMENT
 

@@ -25,7 +25,7 @@ from tandem.rollout.attached.engine import build as build_attached
 from tandem.rollout.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
-from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.feed import manifest_of
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
@@ -34,7 +34,7 @@ from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
 from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
 from tandem.rollout.vllm.ranks import Ranks
 from tandem.rollout.vllm.weights import LoadedModel, VllmSink
-from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
+from tandem.types import Completion, GenerationRequest, TokenIds
 
 _CANARY = "canary"
 _FIRST, _LATER = -1, 0
@@ -67,17 +67,13 @@ class VllmRolloutEngine:
         )
         self.capacity = Capacity(config.max_num_seqs, cache.num_gpu_blocks * cache.block_size)
         self._dtype: torch.dtype = engine.vllm_config.model_config.dtype
-        manifest = [
-            SliceSpec(name, self._dtype, tuple(view.shape), (0,) * view.ndim, tuple(view.shape))
-            for name, view in checkpoint_views(spec.model)
-        ]
         worker = engine.model_executor.driver_worker
         target = LoadedModel(
             get_model=worker.model_runner.get_model,
             device=torch.device(worker.device),
             vllm_config=worker.vllm_config,
         )
-        self._sink = VllmSink(target, manifest, on_end=self._expect)
+        self._sink = VllmSink(target, manifest_of(spec.model, self._dtype), on_end=self._expect)
         self._samples: dict[str, _Sample] = {}
         self._finished: list[Completion] = []
         self._expected_R: Tensor | None = None

@@ -98,11 +98,25 @@ def test_adapters_of_attention_are_accepted():
     assert require_division(config, place, models={"actor-train": EXPERTS}) is None
 
 
-@pytest.mark.parametrize("name", ["hf", "vllm", "sglang"])
-def test_engines_with_weights_of_their_own_do_not_generate(name):
-    found = problem_of(name, {"model_type": "qwen3_moe"})
-    assert found is not None and "experts" in found.reason
-    assert problem_of("native", {"model_type": "qwen3_moe"}) is None
+@pytest.mark.parametrize(
+    ("name", "computed"),
+    [
+        ("hf", ""),
+        ("vllm", "; with experts it computes qwen3_moe"),
+        ("sglang", "; with experts it computes qwen3_moe, dots1, XdgMoE"),
+    ],
+)
+def test_engines_with_weights_of_their_own_compute_the_families_that_were_compared(name, computed):
+    found = problem_of(name, {"model_type": "mixtral"})
+    assert found is not None
+    assert found.reason == f"experts of 'mixtral' are not sent to this engine yet{computed}"
+    assert problem_of("native", {"model_type": "mixtral"}) is None
+
+
+def test_servers_get_no_experts():
+    found = problem_of("vllm", {"model_type": "qwen3_moe"}, is_elsewhere=True)
+    assert found is not None
+    assert found.reason == "experts of 'qwen3_moe' are not sent to this engine yet"
 
 
 @pytest.mark.parametrize(
