@@ -82,7 +82,7 @@ test-engines chaos: export VLLM_LOGGING_LEVEL = ERROR
 test-engines chaos: export TORCHDYNAMO_DISABLE = 1
 test-engines chaos: export TANDEM_SGLANG_PYTHON = $(CURDIR)/$(SGLANG_VENV)/bin/python
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP)
-	@$(ENGINES_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines $(PYTEST_ARGS)
+	@$(ENGINES_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not deep" tests/engines $(PYTEST_ARGS)
 
 # langsmith brings a plug-in for pytest, which no test uses.
 test-frameworks: $(FRAMEWORKS_STAMP)

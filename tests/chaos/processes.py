@@ -35,8 +35,8 @@ def dying(
 def disturbing_steps(
     folder: Path, *disturbances: str, number: int, limit_s: float
 ) -> dict[str, str]:
-    """The environment of a run in which a step of vLLM, counted from 1 in each process, ends its
-    process (``kill``) or does not return (``hang``).
+    """The environment of a run in which processes with vLLM are disturbed at a step, counted from 1
+    in each process, or at another point (``tests/fakes/dying``).
 
     Args:
         disturbances: what happens to the first process with vLLM, to the second, and so on.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that generate with vLLM: GRPO as with the native engine (V12), a family that transformers
-trains, and what keeps vLLM from a run.
+"""Runs that generate with vLLM: GRPO as with the native engine (V12), experts, and a family that
+transformers trains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +35,21 @@ def _name(engine: str) -> str:
     return f"actor_rollout_ref.rollout.name={engine}"
 
 
+def _write_experts(folder: Path) -> Path:
+    vocabulary = write_tiny_tokenizer(folder).get_vocab_size()
+    sizes = {"vocab_size": vocabulary, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    return write_model(folder, "qwen3_moe", **sizes)
+
+
+def _write_dense(folder: Path) -> Path:
+    return write_tiny_policy(folder, size=replace(TINY, hidden=64))
+
+
+@pytest.mark.parametrize("write", [_write_dense, _write_experts], ids=["dense", "experts"])
 def test_v12_a_run_with_vllm_is_that_of_the_native_engine(
-    material: Material, tmp_path: Path
+    material: Material, tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
-    policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, hidden=64))
+    policy = write(tmp_path / "policy")
     metrics: dict[str, dict[int, dict[str, float]]] = {}
     for engine in ("native", "vllm"):
         ended = _train(material, tmp_path / engine, policy, _name(engine))

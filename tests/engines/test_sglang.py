@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang as a rollout engine, with the real SGLang on the CPU: the contract suite, the tokens of
-the native engine, and how wrong weights, dead and stopped processes show.
+the native engine (V6, V7), each token under its version (V5), and how wrong weights (V1, V4), dead
+(V10) and stopped processes (V11) show.
 
 Tests share an engine, and the last ones end it.
 """
@@ -32,7 +33,8 @@ from tandem.rollout.sglang import client
 from tandem.rollout.sglang.client import SglangProcess
 from tandem.rollout.sglang.engine import SglangRolloutEngine, build
 from tandem.rollout.sglang.weights import SglangSink
-from tandem.testing.contracts.rollout import check_engine
+from tandem.testing.contracts.rollout import EngineBench, check_engine
+from tandem.types import GenerationRequest, SamplingParams
 from tests.engines.groups import ends, processes_of_group
 from tests.fakes.generation import change, generate, requests_of_all_rules
 from tests.fakes.tiny_qwen2 import write_random_qwen2
@@ -67,7 +69,7 @@ def engine(spec: EngineSpec) -> Iterator[SglangRolloutEngine]:
     engine.close()
 
 
-def test_sglang_keeps_the_promises_of_rollout_engines(tmp_path: Path) -> None:
+def test_v1_sglang_keeps_the_promises_of_rollout_engines(tmp_path: Path) -> None:
     def start(spec: EngineSpec) -> SglangRolloutEngine:
         kwargs = CONFIG.engine_kwargs
         return build(replace(spec, config=spec.config.model_copy(update={"engine_kwargs": kwargs})))
@@ -75,7 +77,7 @@ def test_sglang_keeps_the_promises_of_rollout_engines(tmp_path: Path) -> None:
     assert check_engine(start, tmp_path) == []
 
 
-def test_its_tokens_are_those_of_the_native_engine(
+def test_v6_its_tokens_are_those_of_the_native_engine(
     spec: EngineSpec, engine: SglangRolloutEngine
 ) -> None:
     native = build_dense(spec)
@@ -93,7 +95,7 @@ def test_its_tokens_are_those_of_the_native_engine(
             assert list(found[sample_id].log_probs) == pytest.approx(list(one.log_probs), abs=1e-4)
 
 
-def test_the_canary_finds_each_tensor_that_is_a_tenth_off(
+def test_v1_the_canary_finds_each_tensor_that_is_a_tenth_off(
     spec: EngineSpec, engine: SglangRolloutEngine
 ) -> None:
     change(spec.model, seed=9)  # biases are 0 at first
@@ -110,7 +112,7 @@ def test_the_canary_finds_each_tensor_that_is_a_tenth_off(
             engine.advance()
 
 
-def test_a_parameter_that_is_not_written_whole_is_named(
+def test_v1_a_parameter_that_is_not_written_whole_is_named(
     spec: EngineSpec, engine: SglangRolloutEngine
 ) -> None:
     """Each tensor of a layer and outside of layers is left out once. The sink does not expect it
@@ -134,8 +136,47 @@ def test_a_parameter_that_is_not_written_whole_is_named(
             sink.end()
 
 
+def test_v5_each_token_has_the_log_prob_of_its_version(
+    spec: EngineSpec, engine: SglangRolloutEngine
+) -> None:
+    """The weights change twice within sequences, whose keys and values are computed anew. New
+    samples of the same prompt get the new weights alone.
+    """
+    rollout = FedRollout(engine, WeightFeed(spec.model, engine.sink()))
+    long = SamplingParams(1.0, 1.0, -1, max_new_tokens=60, ignore_eos=True)
+    prompt = tuple(range(4, 64))
+    bench = EngineBench(engine, rollout, spec.model, version=40)
+    rollout.set_weights_version(40)
+    old = GenerationRequest((4000, 4001), prompt, long)
+    rollout.add([old])
+    weights = {40: bench.weights()}
+    for _ in range(2):
+        assert rollout.advance(10) == []
+        bench.use_new_weights(seed=bench.version)
+        weights[bench.version] = bench.weights()
+    new = GenerationRequest((5000, 5001), prompt, long)
+    rollout.add([new])
+    found = bench.drain([old, new])
+    for sample_id in new.sample_ids:
+        assert found[sample_id].version_runs == ((42, 60),)
+    for request in (old, new):
+        for one in (found[i] for i in request.sample_ids):
+            assert [version for version, _ in one.version_runs] in ([40, 41, 42], [42])
+            start = 0
+            for version, length in one.version_runs:
+                for weight, values in zip(
+                    spec.model.module.parameters(), weights[version], strict=True
+                ):
+                    weight.copy_(values)
+                expected = bench.log_probs(request, one)[start : start + length].tolist()
+                assert list(one.log_probs[start : start + length]) == pytest.approx(
+                    expected, abs=1e-4
+                )
+                start += length
+
+
 @pytest.mark.parametrize(("remedy", "version"), [("salt", 70), ("reset", 72), ("none", 74)])
-def test_the_prefix_cache_is_keyed_by_version_and_emptied(
+def test_v4_the_prefix_cache_is_keyed_by_version_and_emptied(
     spec: EngineSpec,
     engine: SglangRolloutEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,7 +209,7 @@ def test_the_prefix_cache_is_keyed_by_version_and_emptied(
         generate(rollout, requests_of_all_rules()[1:2])
 
 
-def test_its_processes_listen_at_loopback_only_and_leave_no_files(
+def test_v10_its_processes_listen_at_loopback_only_and_leave_no_files(
     engine: SglangRolloutEngine,
 ) -> None:
     mapped = ""
@@ -184,7 +225,7 @@ def test_its_processes_listen_at_loopback_only_and_leave_no_files(
     assert shared and all(line.endswith(" (deleted)") for line in shared), shared
 
 
-def test_a_scheduler_that_is_stopped_is_killed_with_its_processes(
+def test_v11_a_scheduler_that_is_stopped_is_killed_with_its_processes(
     spec: EngineSpec,
     engine: SglangRolloutEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -213,7 +254,7 @@ def test_a_scheduler_that_is_stopped_is_killed_with_its_processes(
         engine.advance()
 
 
-def test_a_killed_scheduler_is_replaced_and_then_leaves_no_process(spec: EngineSpec) -> None:
+def test_v10_a_killed_scheduler_is_replaced_and_then_leaves_no_process(spec: EngineSpec) -> None:
     allowed = CONFIG.model_copy(update={"name": "sglang", "max_engine_restarts": 1})
     engine = build_engine(replace(spec, config=allowed))
     assert isinstance(engine, RestartingEngine)

@@ -5,10 +5,11 @@ engine, also if processes are killed, and leave no process.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,7 @@ import pytest
 
 from tests.chaos.processes import MARK, none_left, processes_with, wait_for_place
 from tests.engines.groups import ends
-from tests.fakes.commands import Command, Conditions, run_command
-from tests.fakes.published_commands import RED_MOE_COMMAND, words_of
+from tests.fakes.commands import TIMEOUT_S, Command, Conditions, run_command
 from tests.fakes.tiny_policy import TINY, write_tiny_policy
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
@@ -142,49 +142,52 @@ def _sglang_of(mark: str) -> tuple[int, psutil.Process]:
     return engine.pid, scheduler
 
 
-SMALLER = {
-    "data.train_batch_size": "4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
-    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "1",
-    "actor_rollout_ref.rollout.n": "4",
-    "trainer.n_gpus_per_node": "4",
-    "trainer.total_epochs": "1",
-}
-"""Sizes of dots.rl's command that are changed. The model has no experts."""
+@pytest.mark.parametrize("part", ["scheduler", "engine"])
+def test_v10_a_killed_process_of_sglang_ends_the_run_and_is_named(
+    material: Material, policy: Path, tmp_path: Path, part: str
+) -> None:
+    """In a run of one process without restarts. ``engine`` is the scheduler's parent."""
+    mark, run = uuid.uuid4().hex, tmp_path / "run"
+    command = Command(
+        _arguments(material, run, policy, "trainer.total_training_steps=200"),
+        folder=tmp_path,
+        conditions=Conditions(environment={MARK: mark}),
+    )
+    command.wait_for(run / "metrics.jsonl", text='"step": 1')
+    group, scheduler = _sglang_of(mark)
+    os.kill(scheduler.pid if part == "scheduler" else group, signal.SIGKILL)
+    ended = command.wait()
+    assert ended.code == 1
+    (line,) = ended.errors
+    assert "SGLang: process killed by SIGKILL" in line
+    assert "Traceback" not in ended.stderr
+    assert ends(group) and none_left(mark)
 
 
-def test_the_command_of_dots_rl_trains_with_sglang(material: Material, tmp_path: Path) -> None:
-    """Asynchronously, over four processes, with the reference and SGLang on devices of their own
-    and staged weights. Each token has the log-prob of the version that drew it.
-    """
-    variables = {
-        "ROOT_PATH": str(tmp_path),
-        "TRAIN_DATA_PATH": str(material.train),
-        "TEST_DATA_PATH": str(material.test),
-        "MODEL_PATH": str(write_tiny_policy(tmp_path / "policy", size=SIZE)),
-        "EXP_NAME": "run_1",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "max_prompt_length": "96",
-        "max_response_length": "12",
-    }
-    words = words_of(RED_MOE_COMMAND, tmp_path, **variables)
-    keys = (f"{KWARGS}.python={PYTHON}", "trainer.device=cpu", "trainer.total_training_steps=3")
-    small = (SMALLER.get(word.partition("=")[0]) for word in words)
-    named = (word.partition("=")[0] for word in words)
-    words = [
-        word if size is None else f"{name}={size}"
-        for word, name, size in zip(words, named, small, strict=True)
-    ]
-    mark = uuid.uuid4().hex
-    conditions = Conditions(environment={MARK: mark})
-    ended = run_command(["main_ppo", *words, *keys], folder=tmp_path, conditions=conditions)
-    assert ended.code == 0, ended.stderr
-    run = tmp_path / "checkpoints/verl_async_rl_redmoe16b/run_1"
-    rows = metrics_of(run)
-    assert list(rows) == [0, 1, 2, 3]
-    assert rows[3]["training/lag/max"] <= 1
-    assert rows[3]["rollout/engine/num_decoded_tokens"] > 0
-    rollout = json.loads((run / "config.json").read_text())["actor_rollout_ref"]["rollout"]
-    assert rollout["name"] == SGLANG
+@pytest.mark.parametrize("is_early", [True, False], ids=["while SGLang starts", "after a step"])
+def test_v10_a_killed_run_leaves_no_process_and_no_file_of_sglang(
+    material: Material, policy: Path, tmp_path: Path, is_early: bool
+) -> None:
+    mark, run, temporary = uuid.uuid4().hex, tmp_path / "run", tmp_path / "t"
+    temporary.mkdir()
+    command = Command(
+        _arguments(material, run, policy, "trainer.total_training_steps=200"),
+        folder=tmp_path,
+        conditions=Conditions(environment={MARK: mark, "TMPDIR": str(temporary)}),
+    )
+    if is_early:
+        _wait_for(lambda: list(temporary.glob("tandem-sglang-*/tmp*")))
+    else:
+        command.wait_for(run / "metrics.jsonl", text='"step": 1')
+    command.signal(signal.SIGKILL)
+    assert command.wait().code == -signal.SIGKILL
     assert none_left(mark)
+    _wait_for(lambda: not list(temporary.glob("tandem-sglang-*")))
+    assert not [path for path in temporary.iterdir() if path.is_socket()]
+
+
+def _wait_for(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V8: an engine over two processes passes V1 to V6, and notices ranks that are told different
-things.
+"""V8: an engine over two processes passes V1 to V6, also with the head of a tied model in its files
+and with a cache that is kept, and notices ranks that are told different things.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ from tests.engines.bench import (
     tokens_of,
     write_model,
 )
+from tests.engines.parity import (
+    check_tensors_that_are_left_out,
+    check_versions,
+    tensors_that_pass_a_tenth_off,
+    write_tied_model_with_a_head,
+)
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
@@ -34,6 +40,7 @@ PROMPT = tuple(range(2, 82))
 
 
 KEYS = {"name": "vllm", "tensor_model_parallel_size": 2}
+TIMEOUT_S = 900.0
 BLOCKS = {"engine_kwargs": {"vllm": {"block_size": 32}}}
 
 
@@ -64,6 +71,26 @@ def _run_rank(rank: int, size: int, store_port: int, folder: Path) -> dict[str, 
     return facts
 
 
+def _update_rank(rank: int, size: int, store_port: int, folder: Path) -> dict[str, Any]:
+    """Update an engine that keeps its cache, with right and with wrong tensors."""
+    keys = {**KEYS, **BLOCKS, "partial_rollout": "keep_cache", "load_format": "safetensors"}
+    with running(build, open_spec(folder, **keys)) as bench:
+        check_versions(bench)
+        old = GenerationRequest((7000,), PROMPT, LONG)
+        bench.rollout.add([old])
+        early = bench.rollout.advance(10)
+        bench.use_new_weights(seed=50)
+        request = GenerationRequest((8000, 8001), PROMPT, LONG)
+        bench.rollout.add([request])
+        found = bench.drain([old, request], early)
+        facts: dict[str, Any] = {"error": largest_error(bench, [request], found)}
+        facts["versions"] = {run for i in request.sample_ids for run in found[i].version_runs}
+        facts["expected versions"] = {(bench.version, LONG.max_new_tokens)}
+        check_tensors_that_are_left_out(bench)
+        facts["unseen"] = tensors_that_pass_a_tenth_off(bench)
+    return facts
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), "qwen2 tied", **SIZES)
@@ -72,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Sequence[dict[str, Any]]:
     """What each of two processes found."""
-    return run_ranks(_run_rank, 2, folder, timeout_s=300)
+    return run_ranks(_run_rank, 2, folder, timeout_s=TIMEOUT_S)
 
 
 def test_v8_tokens_of_two_ranks_are_those_of_the_native_engine(
@@ -104,3 +131,14 @@ def test_v8_ranks_that_are_told_different_things_notice_it_at_once(
             "vLLM: rank 1 of an engine over 2 devices was given other requests than rank 0, or "
             "drew other tokens"
         )
+
+
+def test_v8_a_tied_model_with_a_head_and_a_kept_cache_is_updated_right_over_two_ranks(
+    tmp_path: Path,
+) -> None:
+    """On both ranks, each tensor that is left out is named, and each that is wrong is seen."""
+    write_tied_model_with_a_head(tmp_path, **SIZES)
+    for facts in run_ranks(_update_rank, 2, tmp_path, timeout_s=TIMEOUT_S):
+        assert facts["error"] <= MAX_ERROR
+        assert facts["versions"] == facts["expected versions"]
+        assert facts["unseen"] == []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V2: many versions one after the other. V3: checkpoints with a head that the tied model does
-not have (tied and untied heads are in test_parity). V16: what an update that fails leaves behind.
+"""V2: many versions one after the other take no memory. V3: checkpoints with a head that the tied
+model does not have (tied and untied heads are in test_parity). V16: what is left behind by an
+update that fails.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ import gc
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tandem.api import EngineFailure
 from tandem.rollout.feed import checkpoint_views
@@ -23,6 +22,7 @@ from tests.engines.bench import (
     running,
     write_model,
 )
+from tests.engines.parity import check_versions, write_tied_model_with_a_head
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
@@ -35,17 +35,9 @@ allocator keeps up to some megabytes."""
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 def test_v3_a_checkpoint_of_a_tied_model_with_a_head(tmp_path: Path, load_format: str) -> None:
     """vLLM makes a separate head of it. The trainer, and so each update, has none."""
-    write_model(tmp_path, "qwen2 tied")
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
-    save_file(tensors, file, metadata={"format": "pt"})
-    spec = open_spec(tmp_path, load_format=load_format)
-    with running(build, spec) as bench:
-        for seed in range(3):
-            asked = requests(first_id=100 * seed)
-            assert largest_error(bench, asked, bench.generate(asked)) <= MAX_ERROR
-            bench.use_new_weights(seed)
+    write_tied_model_with_a_head(tmp_path)
+    with running(build, open_spec(tmp_path, load_format=load_format)) as bench:
+        check_versions(bench)
 
 
 def test_v2_twenty_versions_are_each_right_and_take_no_memory(tmp_path: Path) -> None:
