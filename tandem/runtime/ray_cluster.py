@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, node_resources
 from tandem.runtime.ray_node import RayNode, RayNodeError, address_here, start_head
@@ -111,6 +111,7 @@ def start_ray(
 
     Raises:
         UserError: there is no cluster, or Ray does not accept ``ray_kwargs.ray_init``.
+        RunFailure: Ray does not start.
     """
     given = {name: value for name, value in plan.settings.ray_init.items() if name != "address"}
     if plan.role == "existing":
@@ -124,7 +125,12 @@ def start_ray(
         role = "head" if plan.role == "head" else "local"
         node, address = start_head(options, role=role, token=token)
     except RayNodeError as error:
-        raise _not_accepted(given, error) if given else error from None
+        if given:
+            raise _not_accepted(given, error) from None
+        raise RunFailure(
+            f"Ray did not start on this node ({_first_line(error)}). If the "
+            "machine is busy, try again"
+        ) from None
     others = {name: value for name, value in given.items() if name not in _NODE_OPTIONS}
     try:
         _connect(ray, plan, address=address, given=others)

@@ -26,6 +26,7 @@ from tests.fakes.tiny_policy import TINY, write_tiny_policy
 from tests.fakes.tiny_run import Material, metrics_of
 
 PYTHON = os.environ.get("TANDEM_SGLANG_PYTHON", "")
+TIMEOUT_S = 1800.0
 ROLLOUT = "actor_rollout_ref.rollout"
 SMALLER_ASCEND = {
     "data.train_batch_size": "4",
@@ -73,7 +74,10 @@ def test_the_command_of_ascend_trains_with_vllm_over_two_devices(
     mark = uuid.uuid4().hex
     exported = {"VLLM_ATTENTION_BACKEND": "XFORMERS", MARK: mark}
     ended = run_command(
-        ["main_ppo", *words], folder=tmp_path, conditions=Conditions(environment=exported)
+        ["main_ppo", *words],
+        folder=tmp_path,
+        conditions=Conditions(environment=exported),
+        timeout_s=TIMEOUT_S,
     )
     assert ended.code == 0, ended.stderr
     run = tmp_path / "checkpoints/verl_grpo_example_gsm8k/qwen2_7b_function_rm"
@@ -115,7 +119,9 @@ def test_the_command_of_dots_rl_trains_red_moe_with_sglang(
     ]
     mark = uuid.uuid4().hex
     conditions = Conditions(environment={MARK: mark})
-    ended = run_command(["main_ppo", *words], folder=tmp_path, conditions=conditions)
+    ended = run_command(
+        ["main_ppo", *words], folder=tmp_path, conditions=conditions, timeout_s=TIMEOUT_S
+    )
     assert ended.code == 0, ended.stderr
     run = tmp_path / "checkpoints/verl_async_rl_redmoe16b/run_1"
     rows = metrics_of(run)

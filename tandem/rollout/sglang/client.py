@@ -15,7 +15,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
@@ -60,7 +60,7 @@ class Cleaner:
     It reads a pipe whose other end this process holds.
     """
 
-    def __init__(self, *paths: str) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
         """Start it for folders and files."""
         program = 'while read -r _; do :; done; exec rm -rf -- "$@"'
         self._process = subprocess.Popen(
@@ -108,7 +108,7 @@ class SglangProcess:
         self._log = Path(name)
         self._folder = TemporaryDirectory(prefix="tandem-sglang-", ignore_cleanup_errors=True)
         folder = self._folder.name
-        self._cleaner = Cleaner(folder, name)
+        self._cleaner = Cleaner([folder, name])
         # Nothing but tandem: its neighbours are packages of other versions than SGLang's.
         Path(folder, "tandem").symlink_to(Path(tandem.__file__).parent)
         self._channel, self._lifeline_fd, self._process = start_interpreter(

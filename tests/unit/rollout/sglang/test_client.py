@@ -16,7 +16,7 @@ from tests.fakes.patience import PATIENCE_S
 PROGRAM = """
 import os, signal, sys
 from tandem.rollout.sglang.client import Cleaner
-cleaner = Cleaner(*sys.argv[2:])
+cleaner = Cleaner(sys.argv[2:])
 if sys.argv[1] == "dismissed":
     cleaner.dismiss()
 os.kill(os.getpid(), signal.SIGKILL)
