@@ -21,6 +21,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.driver.model_checks import max_positions, read_local_config
 from tandem.errors import UserError
+from tandem.rollout.argument_check import ALLOW_UNTESTED
 from tandem.rollout.attached.choice import require_servers
 from tandem.rollout.choice import (
     EngineChoice,
@@ -30,7 +31,7 @@ from tandem.rollout.choice import (
     problem_of,
 )
 from tandem.rollout.sglang.keys import PYTHON, check_sglang_arguments
-from tandem.rollout.vllm.keys import ALLOW_UNTESTED, check_arguments
+from tandem.rollout.vllm.keys import check_arguments
 
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
@@ -102,17 +103,19 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
     problem = problem_of(
         name,
         hf_config,
-        allows_untested=bool(given.get(ALLOW_UNTESTED, False)),
+        allows_untested=given.get(ALLOW_UNTESTED) is True,
         interpreter=given.get(PYTHON) if name == "sglang" else None,
         is_elsewhere=config.actor_rollout_ref.rollout.attaches_servers,
     )
     if name not in _TITLES or problem is not None:
         return problem
     title = _TITLES[name]
+    num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if name == "sglang" and num_ranks > 1:
+        return Problem(f"{_SPLIT}={num_ranks}: with SGLang, each engine is on one device")
     is_split = name == "vllm" and not config.actor_rollout_ref.rollout.attaches_servers
     split = _split_problem(config, hf_config or {}) if is_split else ""
     if split:
-        num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         return Problem(f"{_SPLIT}={num_ranks}: {split}")
     if config.actor_rollout_ref.rollout.attaches_servers and not place_run(config).is_one_process:
         return Problem("servers (engine_kwargs.vllm.urls) generate only in runs of one process")

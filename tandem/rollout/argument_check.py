@@ -10,6 +10,9 @@ from typing import Any
 
 from tandem.errors import UserError
 
+ALLOW_UNTESTED = "allow_untested"
+"""An entry of tandem's own: whether any version of the package will do."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRules:
@@ -43,6 +46,8 @@ def check_arguments(
             rule, remedy = "has a key of its own", f"Set {rules.has_key[name]} instead."
         elif name in rules.is_tandems:
             rule, remedy = f"is set by tandem: {rules.is_tandems[name]}", "Leave it out."
+        elif name == ALLOW_UNTESTED and not isinstance(value, bool):
+            rule, remedy = "must be True or False", "Leave it out, or set it to True."
         elif name in rules.own or not known or name in known:
             continue
         else:

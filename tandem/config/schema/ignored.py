@@ -231,7 +231,8 @@ _ROLLOUT: Table = {
     "response_length": (None, "it is data.max_response_length"),
     "layered_summon": (False, "weights are transferred in buckets of a fixed size"),
     **_all(
-        "each device of the pool that generates is a replica of the native engine",
+        "engines are split by tensor_model_parallel_size alone, and the devices that generate say "
+        "how many there are",
         {
             "data_parallel_size": 1,
             "expert_parallel_size": 1,

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.rollout.argument_check import ArgumentRules, check_arguments
+from tandem.rollout.argument_check import ALLOW_UNTESTED, ArgumentRules, check_arguments
 from tandem.rollout.choice import PACKAGES
 from tandem.rollout.installed import find_package
 
 SECTION = "actor_rollout_ref.rollout.engine_kwargs.sglang"
-ALLOW_UNTESTED = "allow_untested"
 PYTHON = "python"
-"""Entries of tandem's own: whether any version will do, and the interpreter that has SGLang."""
+"""An entry of tandem's own: the interpreter that has SGLang."""
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _LENGTHS = "data.max_prompt_length and data.max_response_length"

@@ -13,12 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tandem.rollout.argument_check import ArgumentRules
+from tandem.rollout.argument_check import ALLOW_UNTESTED, ArgumentRules
 from tandem.rollout.argument_check import check_arguments as check_against
 
 SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-ALLOW_UNTESTED = "allow_untested"
-"""An entry of tandem's own."""
 URLS = "urls"
 """An entry of tandem's own: the servers that generate instead (``rollout.attached``)."""
 

@@ -40,6 +40,15 @@ def _refused(config: RunConfig, hf_config: Mapping[str, object]) -> str:
     return str(caught.value)
 
 
+def test_an_engine_over_two_devices_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install_sglang(tmp_path))
+    split = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    message = f"{ROLLOUT}.name='sglang': {split}: with SGLang, each engine is on one device"
+    assert message in _refused(_config(split, "trainer.n_gpus_per_node=2"), QWEN2)
+
+
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="has sglang")
 def test_sglang_that_is_missing_is_refused(tmp_path: Path) -> None:
     assert f"SGLang is not installed. Install it with {COMMAND}, or" in _refused(_config(), QWEN2)
@@ -57,6 +66,8 @@ def test_an_sglang_that_does_not_fit_is_refused(
     monkeypatch.syspath_prepend(install_sglang(tmp_path, version="0.4.9"))
     message = "SGLang 0.4.9 is installed, and ==0.5.23 is supported. Install it with python -m"
     assert message in _refused(_config(), QWEN2)
+    doubtful = _config(f"{KWARGS}.allow_untested=maybe")
+    assert message in _refused(doubtful, QWEN2)
     allowed = _config(f"{KWARGS}.allow_untested=True")
     require_engine(allowed, QWEN2)
     gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}

@@ -39,6 +39,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("kv_cache_memory_bytes", 4, f"Set {ROLLOUT}.gpu_memory_utilization instead."),
         ("max_model_len", 4, "Set data.max_prompt_length and data.max_response_length instead."),
         ("blok_size", 4, "is no argument of vLLM's EngineArgs. Nearest: block_size."),
+        ("allow_untested", "maybe", "must be True or False. Leave it out, or set it to True."),
         ("zzz", 4, "is no argument of vLLM's EngineArgs. Leave it out."),
     ],
 )
