@@ -23,7 +23,7 @@ from tests.fakes.commands import Conditions, run_command
 from tests.fakes.published_commands import ASCEND_COMMAND, RED_MOE_COMMAND, words_of
 from tests.fakes.tiny_experts import write_tiny_red_moe
 from tests.fakes.tiny_policy import TINY, write_tiny_policy
-from tests.fakes.tiny_run import Material, metrics_of
+from tests.fakes.tiny_run import REWARDS, Material, metrics_of
 
 PYTHON = os.environ.get("TANDEM_SGLANG_PYTHON", "")
 TIMEOUT_S = 1800.0
@@ -39,6 +39,7 @@ SMALLER_ASCEND = {
 }
 SMALLER_RED_MOE = {
     "data.train_batch_size": "4",
+    "actor_rollout_ref.actor.optim.lr": "0.01",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "2",
     "actor_rollout_ref.rollout.n": "4",
@@ -46,6 +47,8 @@ SMALLER_RED_MOE = {
     "trainer.total_epochs": "1",
 }
 """Sizes and devices of the commands that are changed."""
+REWARD = (f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=graded")
+"""Random models solve no problem of GSM8K, so that its reward would train nothing."""
 
 
 def _smaller(words: Sequence[str], sizes: Mapping[str, str]) -> list[str]:
@@ -68,7 +71,7 @@ def test_the_command_of_ascend_trains_with_vllm_over_two_devices(
     policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, hidden=64, num_kv_heads=2))
     sizes = {**SMALLER_ASCEND, "actor_rollout_ref.model.path": str(policy)}
     words = _smaller(words_of(ASCEND_COMMAND, tmp_path, HOME=str(tmp_path)), sizes)
-    words.append("trainer.total_training_steps=2")
+    words += ["trainer.total_training_steps=2", *REWARD]
     plan = plan_arguments(["--config-name=ppo_trainer", *words]).to_dict()
     assert {key for key in plan["keys_without_effect"] if key.startswith(ROLLOUT)} == set()
     mark = uuid.uuid4().hex
@@ -116,6 +119,7 @@ def test_the_command_of_dots_rl_trains_red_moe_with_sglang(
         f"{ROLLOUT}.engine_kwargs.sglang.python={PYTHON}",
         "trainer.device=cpu",
         "trainer.total_training_steps=3",
+        *REWARD,
     ]
     mark = uuid.uuid4().hex
     conditions = Conditions(environment={MARK: mark})
@@ -128,7 +132,9 @@ def test_the_command_of_dots_rl_trains_red_moe_with_sglang(
     assert list(rows) == [0, 1, 2, 3]
     assert rows[3]["training/lag/max"] <= 1
     assert rows[3]["rollout/engine/num_decoded_tokens"] > 0
-    assert all(rows[step]["actor/experts/max_over_mean"] >= 1 for step in (1, 2, 3))
+    for row in (rows[step] for step in (1, 2, 3)):
+        assert row["actor/grad_norm"] > 0
+        assert row["actor/experts/max_over_mean"] >= 1
     rollout = json.loads((run / "config.json").read_text())["actor_rollout_ref"]["rollout"]
     assert rollout["name"] == "sglang"
     assert none_left(mark)
