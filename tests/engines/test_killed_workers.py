@@ -61,7 +61,13 @@ def _conditions(folder: Path, *points: str, mark: str) -> Conditions:
     return Conditions(environment=disturbed | {MARK: mark})
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [
+        "take",
+        *(pytest.param(point, marks=pytest.mark.deep) for point in POINTS if point != "take"),
+    ],
+)
 def test_v9_a_worker_that_is_killed_ends_the_run_and_is_named(
     material: Material, policy: Path, tmp_path: Path, point: str
 ) -> None:
