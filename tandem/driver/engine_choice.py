@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tandem.config.derived.experts import is_expert_family
 from tandem.config.derived.pools import place_run
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.overrides import LoadedConfig
@@ -143,7 +144,9 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
         return "the devices of an engine must be on one node"
     if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
         return "with enable_param_async or enable_dual_buffer an engine must be on one device"
-    for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
+    if is_expert_family(hf_config.get("model_type")):
+        return "with experts, an engine must be on one device"
+    for name in ("num_attention_heads", "intermediate_size"):
         size = hf_config.get(name)
         if isinstance(size, int) and size % num_ranks:
             return f"it must divide the model's {name}, which is {size}"

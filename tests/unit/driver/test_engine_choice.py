@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,11 @@ APART = (
             {"num_key_value_heads": 3},
             "it must divide num_key_value_heads=3, or be a multiple of it",
         ),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=2"),
+            {"model_type": "qwen3_moe"},
+            "with experts, an engine must be on one device",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_divided_is_refused(
@@ -163,7 +169,7 @@ def test_an_engine_that_cannot_be_divided_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     *,
     keys: tuple[str, ...],
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     reason: str,
 ) -> None:
     monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", classes=QWEN2["architectures"]))
