@@ -95,6 +95,45 @@ def test_v6_its_tokens_are_those_of_the_native_engine(
             assert list(found[sample_id].log_probs) == pytest.approx(list(one.log_probs), abs=1e-4)
 
 
+def test_v5_each_token_has_the_log_prob_of_its_version(
+    spec: EngineSpec, engine: SglangRolloutEngine
+) -> None:
+    """The weights change twice within sequences, whose keys and values are computed anew. New
+    samples of the same prompt get the new weights alone.
+    """
+    rollout = FedRollout(engine, WeightFeed(spec.model, engine.sink()))
+    long = SamplingParams(1.0, 1.0, -1, max_new_tokens=60, ignore_eos=True)
+    prompt = tuple(range(4, 64))
+    bench = EngineBench(engine, rollout, spec.model, version=40)
+    rollout.set_weights_version(40)
+    old = GenerationRequest((4000, 4001), prompt, long)
+    rollout.add([old])
+    weights = {40: bench.weights()}
+    for _ in range(2):
+        assert rollout.advance(10) == []
+        bench.use_new_weights(seed=bench.version)
+        weights[bench.version] = bench.weights()
+    new = GenerationRequest((5000, 5001), prompt, long)
+    rollout.add([new])
+    found = bench.drain([old, new])
+    for sample_id in new.sample_ids:
+        assert found[sample_id].version_runs == ((42, 60),)
+    for request in (old, new):
+        for one in (found[i] for i in request.sample_ids):
+            assert [version for version, _ in one.version_runs] in ([40, 41, 42], [42])
+            start = 0
+            for version, length in one.version_runs:
+                for weight, values in zip(
+                    spec.model.module.parameters(), weights[version], strict=True
+                ):
+                    weight.copy_(values)
+                expected = bench.log_probs(request, one)[start : start + length].tolist()
+                assert list(one.log_probs[start : start + length]) == pytest.approx(
+                    expected, abs=1e-4
+                )
+                start += length
+
+
 def test_v1_the_canary_finds_each_tensor_that_is_a_tenth_off(
     spec: EngineSpec, engine: SglangRolloutEngine
 ) -> None:
@@ -134,45 +173,6 @@ def test_v1_a_parameter_that_is_not_written_whole_is_named(
         fused = re.sub("[qkv]_proj", "qkv_proj", re.sub("(gate|up)_proj", "gate_up_proj", left_out))
         with pytest.raises(EngineFailure, match=f"parameters were not written: {fused}$"):
             sink.end()
-
-
-def test_v5_each_token_has_the_log_prob_of_its_version(
-    spec: EngineSpec, engine: SglangRolloutEngine
-) -> None:
-    """The weights change twice within sequences, whose keys and values are computed anew. New
-    samples of the same prompt get the new weights alone.
-    """
-    rollout = FedRollout(engine, WeightFeed(spec.model, engine.sink()))
-    long = SamplingParams(1.0, 1.0, -1, max_new_tokens=60, ignore_eos=True)
-    prompt = tuple(range(4, 64))
-    bench = EngineBench(engine, rollout, spec.model, version=40)
-    rollout.set_weights_version(40)
-    old = GenerationRequest((4000, 4001), prompt, long)
-    rollout.add([old])
-    weights = {40: bench.weights()}
-    for _ in range(2):
-        assert rollout.advance(10) == []
-        bench.use_new_weights(seed=bench.version)
-        weights[bench.version] = bench.weights()
-    new = GenerationRequest((5000, 5001), prompt, long)
-    rollout.add([new])
-    found = bench.drain([old, new])
-    for sample_id in new.sample_ids:
-        assert found[sample_id].version_runs == ((42, 60),)
-    for request in (old, new):
-        for one in (found[i] for i in request.sample_ids):
-            assert [version for version, _ in one.version_runs] in ([40, 41, 42], [42])
-            start = 0
-            for version, length in one.version_runs:
-                for weight, values in zip(
-                    spec.model.module.parameters(), weights[version], strict=True
-                ):
-                    weight.copy_(values)
-                expected = bench.log_probs(request, one)[start : start + length].tolist()
-                assert list(one.log_probs[start : start + length]) == pytest.approx(
-                    expected, abs=1e-4
-                )
-                start += length
 
 
 @pytest.mark.parametrize(("remedy", "version"), [("salt", 70), ("reset", 72), ("none", 74)])

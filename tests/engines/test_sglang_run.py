@@ -6,6 +6,7 @@ engine, also if processes are killed, and leave no process.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import uuid
@@ -129,11 +130,7 @@ def test_v10_a_scheduler_and_a_worker_that_are_killed_are_replaced(
 
 def _sglang_of(mark: str) -> tuple[int, psutil.Process]:
     """Return SGLang's process group in a run, and its scheduler, which changes its environment."""
-    (engine,) = (
-        process
-        for process in processes_with(mark)
-        if "tandem.rollout.sglang.program" in process.cmdline()
-    )
+    (engine,) = _programs_of(mark)
     (scheduler,) = (
         child
         for child in engine.children(recursive=True)
@@ -174,22 +171,35 @@ def test_v10_a_killed_process_of_sglang_ends_the_run_and_is_named(
 def test_v10_a_killed_run_leaves_no_process_and_no_file_of_sglang(
     material: Material, policy: Path, tmp_path: Path, is_early: bool
 ) -> None:
-    mark, run, temporary = uuid.uuid4().hex, tmp_path / "run", tmp_path / "t"
-    temporary.mkdir()
+    mark, run = uuid.uuid4().hex, tmp_path / "run"
     command = Command(
         _arguments(material, run, policy, "trainer.total_training_steps=200"),
         folder=tmp_path,
-        conditions=Conditions(environment={MARK: mark, "TMPDIR": str(temporary)}),
+        conditions=Conditions(environment={MARK: mark}),
     )
+    _wait_for(lambda: _programs_of(mark))
+    (engine,) = _programs_of(mark)
+    found = re.search(r'[^"]*/tandem-sglang-[^"/]*', " ".join(engine.cmdline()))
+    assert found is not None, engine.cmdline()
+    folder, log = Path(found[0]), Path(f"/proc/{engine.pid}/fd/2").readlink()
     if is_early:
-        _wait_for(lambda: list(temporary.glob("tandem-sglang-*/tmp*")))
+        _wait_for(lambda: list(folder.glob("tmp*")))
     else:
         command.wait_for(run / "metrics.jsonl", text='"step": 1')
+    assert folder.exists() and log.exists()
     command.signal(signal.SIGKILL)
     assert command.wait().code == -signal.SIGKILL
     assert none_left(mark)
-    _wait_for(lambda: not list(temporary.glob("tandem-sglang-*")))
-    assert not [path for path in temporary.iterdir() if path.is_socket()]
+    _wait_for(lambda: not folder.exists() and not log.exists())
+
+
+def _programs_of(mark: str) -> list[psutil.Process]:
+    """Return the processes of a run that hold SGLang's engine."""
+    return [
+        process
+        for process in processes_with(mark)
+        if "tandem.rollout.sglang.program" in process.cmdline()
+    ]
 
 
 def _wait_for(holds: Callable[[], object]) -> None:
