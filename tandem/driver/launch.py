@@ -325,7 +325,7 @@ def fitted(
         require_kernels(model.decoder_config, generates, key=key)
         rollout = site.config.actor_rollout_ref.rollout
         require_quantization(rollout, model.decoder_config, platform=generates)
-        require_recording(rollout, platform=generates)
+        require_recording(rollout, model.decoder_config, platform=generates)
         has_decoder = model.decoder_config is not None
         require_recorded_scores(site.config, has_decoder=has_decoder)
     if site.is_mixed:

@@ -180,7 +180,7 @@ def _join_groups(tensor: int, *, adaptor: str) -> None:
     timeout = world._get_backend(torch.device("cpu")).options._timeout
     parallel_state.initialize_model_parallel(
         tensor,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=1,  # experts are refused with megatron-core
         distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
     )
     random = _core("tensor_parallel.random")

@@ -268,7 +268,10 @@ def require_own_base(folder: Path, base: Path, *, key: str) -> None:
         path = base_of(folder)
         if not path or not _has_weights(Path(path)):
             return
-        digest = base_digest(Path(path))
+        try:
+            digest = base_digest(Path(path))
+        except OSError:  # files of another user cannot be compared
+            return
         remedy = "Use that model, or remove base_model_name_or_path in a copy of the adapter."
     if digest != base_digest(base):
         rule = f"the adapter was trained on {path}, which has other weights than {base}"
@@ -305,7 +308,7 @@ def _has_weights(folder: Path) -> bool:
     """Return whether a model's files are in a folder, and not its configuration alone."""
     try:
         return (folder / "config.json").is_file() and bool(weight_files(folder))
-    except UserError:
+    except (UserError, OSError):  # a folder of another user cannot be read
         return False
 
 

@@ -119,8 +119,12 @@ def build_native(spec: EngineSpec) -> RolloutEngine:
     The dense engine serves models with latent attention on every platform: the paged one has no
     kernels for their heads.
     """
-    is_dense = spec.platform.kernels == "torch" or _decoder(spec).config.latent is not None
+    is_dense = _is_dense(_decoder(spec).config, spec.platform)
     return build_dense(spec) if is_dense else build_paged(spec)
+
+
+def _is_dense(config: DecoderConfig, platform: Platform) -> bool:
+    return platform.kernels == "torch" or config.latent is not None
 
 
 def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
@@ -130,9 +134,7 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
         config: None for a model that transformers computes, which needs no kernels.
         key: the configuration key and value that the model came from, for the message.
     """
-    if config is None or platform.kernels == "torch" or config.latent is not None:
-        return
-    if config.head_dim in HEAD_DIMS:
+    if config is None or _is_dense(config, platform) or config.head_dim in HEAD_DIMS:
         return
     raise UserError(
         key,
@@ -164,10 +166,17 @@ def require_quantization(
     raise UserError(KEY, config.quantization, rule=rule, remedy=f"Leave out {KEY}.")
 
 
-def require_recording(config: RolloutConfig, *, platform: Platform) -> None:
-    """Raise UserError if routes are to be recorded by an engine that does not record them."""
+def require_recording(
+    config: RolloutConfig, decoder: DecoderConfig | None, *, platform: Platform
+) -> None:
+    """Raise UserError if routes are to be recorded by an engine that does not record them.
+
+    Args:
+        decoder: None for a model that transformers computes.
+    """
     key = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-    if config.enable_rollout_routing_replay and platform.kernels != "torch":
+    is_dense = platform.kernels == "torch" if decoder is None else _is_dense(decoder, platform)
+    if config.enable_rollout_routing_replay and not is_dense:
         raise UserError(
             key,
             True,
@@ -191,14 +200,25 @@ def build_hf(spec: EngineSpec) -> RolloutEngine:
 
 def build_dense(spec: EngineSpec) -> RolloutEngine:
     """Build the engine of platforms without our kernels."""
-    # Not the free memory: the batch size affects rounding, and a resumed run must repeat both.
-    cache_bytes = spec.platform.total_memory_bytes() // 4
     decoder, joint = _decoder(spec), spec.joint
+    cache_bytes = _dense_cache_bytes(spec)
     if joint is not None:
         settings = _settings(spec, cache_bytes=cache_bytes // joint.passes.num_policies)
         return NativeRolloutEngine(decoder, settings, substitute=joint.join(decoder))
     settings = _settings(spec, cache_bytes=cache_bytes)
     return NativeRolloutEngine(decoder, settings, substitute=_quantized(spec, decoder))
+
+
+def _dense_cache_bytes(spec: EngineSpec) -> int:
+    """Return a bound on keys and values: a quarter of a host's memory, or what the weights leave of
+    an accelerator's share.
+    """
+    # Not the free memory: the batch size affects rounding, and a resumed run must repeat both.
+    total = spec.platform.total_memory_bytes()
+    if spec.platform.kernels == "torch":
+        return total // 4
+    weights = sum(weight.nbytes for weight in _decoder(spec).parameters())
+    return max(0, int(total * spec.config.gpu_memory_utilization) - weights)
 
 
 def build_paged(spec: EngineSpec) -> RolloutEngine:

@@ -162,6 +162,7 @@ def test_v1_a_parameter_that_is_not_written_whole_is_named(
         sink = SglangSink(
             engine._process,
             [one for one in engine.sink().manifest() if one.name != left_out],
+            family=spec.model.family,
             memory=engine._memory,
             keeps_cache=False,
             on_end=lambda version: pytest.fail(f"version {version} is not whole"),

@@ -34,7 +34,8 @@ def replay_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> None:
-    """Raise UserError if a key asks for what is not built for models with experts.
+    """Raise UserError if a key asks for what is not built for models with experts, or for those
+    with latent attention.
 
     Args:
         sizes: the sizes of the trained model; None for an unknown model, which is not checked.

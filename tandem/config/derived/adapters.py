@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,14 +131,14 @@ class Adapters:
             model: the path or name of the model that gets the adapters.
             sees: whether the model sees. Its tower has no adapters, so a rule may exclude it.
         """
-        names = list(_layer_modules(num_layers, TEXT_MODULES if sees else "model."))
+        names = () if sees else _layer_modules(num_layers, "model.")
         if self.excludes and not sees and not any(_matches(self.excludes, x) for x in names):
             yield (
                 f"{self.section}.exclude_modules={_shown(self.excludes)}: it excludes nothing, "
                 "because no linear map of the layers matches it"
             )
         base = "" if self.folder is None else base_of(self.folder)
-        if base and Path(base).name != Path(model).name and not Path(base).is_dir():
+        if base and Path(base).name != Path(model).name and not os.path.isdir(base):
             yield (
                 f"{self.section}.lora_adapter_path={self.folder}: it says that its base is {base}, "
                 f"and the model is {model}; whether their weights are the same is not checked"

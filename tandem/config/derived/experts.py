@@ -8,7 +8,7 @@ One dataclass describes the routers of all families. A family is one function an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tandem.config.derived.model_values import require_size
@@ -63,7 +63,8 @@ class ExpertConfig:
     scale: float = 1.0
     num_groups: int = 1
     num_kept_groups: int = 1
-    num_group_scores: int = 2
+    # Not in ``repr``, which checkpoints hash: the family decides it.
+    num_group_scores: int = field(default=2, repr=False)
     has_correction: bool = False
     shared_inner: int = 0
     has_shared_gate: bool = False

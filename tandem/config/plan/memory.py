@@ -280,7 +280,8 @@ def _generating(
     num_begun = data.train_batch_size * (config.trainer.max_lag + 1)
     prompts = -(-num_begun // placement.layouts["generate"].num_ranks)
     running = min(rollout.max_num_seqs, prompts * rollout.n)
-    prompts = -(-running // rollout.n)
+    # The dense engine, which serves latent attention, stores a prompt once for each sample.
+    prompts = -(-running // rollout.n) if sizes.latent is None else running
     tokens = prompts * data.max_prompt_length + running * data.max_response_length
     cache = computed * sizes.cache_numbers_per_token * tokens
     weights = computed * (sizes.num_parameters + sizes.adapters)

@@ -65,6 +65,7 @@ class SglangRolloutEngine:
         self._sink = SglangSink(
             process,
             manifest_of(spec.model, dtype),
+            family=spec.model.family,
             memory=memory,
             keeps_cache=keeps_cache,
             on_end=self._expect,

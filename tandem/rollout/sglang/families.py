@@ -36,6 +36,8 @@ def difference_from_glm(hf_config: Mapping[str, Any]) -> str:
         return "dense layers stand between layers with experts"
     if hf_config.get("attention_bias"):
         return "attention has biases"
+    if hf_config.get("tie_word_embeddings"):
+        return "the head is tied to the embedding"
     return ""
 
 
@@ -51,6 +53,8 @@ def config_for_sglang(hf_config: Mapping[str, Any], *, head_dim: int) -> dict[st
         "model_type": "glm4_moe",
         "architectures": [GLM_CLASS],
         "head_dim": head_dim,
+        "num_key_value_heads": hf_config.get("num_key_value_heads")
+        or hf_config["num_attention_heads"],
         "use_qk_norm": has_norms,
         "rms_norm_eps": hf_config.get("rms_norm_eps", 1e-6),
         "partial_rotary_factor": 1.0,
@@ -68,7 +72,13 @@ def config_for_sglang(hf_config: Mapping[str, Any], *, head_dim: int) -> dict[st
     return config
 
 
-def name_for_sglang(name: str) -> str:
-    """Return the name under which SGLang's loader knows a tensor of a checkpoint file."""
+def name_for_sglang(name: str, family: str) -> str:
+    """Return the name under which SGLang's loader knows a tensor of a checkpoint file.
+
+    Args:
+        family: the ``model_type`` of the model.
+    """
+    if family not in SAME_AS_GLM:
+        return name
     # red-moe's norms of queries and keys.
     return name.replace(".q_layernorm.", ".q_norm.").replace(".k_layernorm.", ".k_norm.")

@@ -55,18 +55,20 @@ class SharedMemory:
 
 
 class SglangSink:
-    """An ``api.WeightSink`` over SGLang's process."""
+    """An ``api.WeightSink`` over SGLang's process, for a model of ``family``."""
 
     def __init__(
         self,
         caller: Caller,
         manifest: Sequence[SliceSpec],
         *,
+        family: str,
         memory: SharedMemory,
         keeps_cache: bool,
         on_end: Callable[[int], None],
     ) -> None:
         self._caller, self._manifest, self._memory = caller, manifest, memory
+        self._family = family
         self._keeps_cache, self._on_end = keeps_cache, on_end
         self._missing: dict[str, SliceSpec] = {}
         self._placed: list[dict[str, Any]] = []
@@ -94,7 +96,7 @@ class SglangSink:
             self._flush()
         self._memory.bytes[self._used : self._used + data.numel()].copy_(data)
         dtype = str(spec.dtype).removeprefix("torch.")
-        named = name_for_sglang(name)
+        named = name_for_sglang(name, self._family)
         place = {"name": named, "dtype": dtype, "shape": list(spec.shape), "offset": self._used}
         self._placed.append(place)
         self._used += -(-data.numel() // _ALIGNMENT) * _ALIGNMENT

@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 
+from tandem.config.derived.experts import experts_of
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import plan_memory
@@ -88,6 +89,15 @@ V2_LITE = MOONLIGHT | {
 
 def exact(hf_config) -> int:
     return sum(map(prod, parameter_shapes(decoder_config(hf_config)).values()))
+
+
+def test_checkpoints_of_earlier_versions_belong_to_the_same_experts():
+    """Checkpoints hash this text: a further field must not change it."""
+    assert repr(experts_of(A3B)) == (
+        "ExpertConfig(num_experts=128, num_chosen=8, inner=768, dense_layers=(), "
+        "scoring='softmax', is_renormalized=True, scale=1.0, num_groups=1, num_kept_groups=1, "
+        "has_correction=False, shared_inner=0, has_shared_gate=False, num_ignored_layers=0)"
+    )
 
 
 def test_mo14_parameters_of_qwen3_30b_a3b():

@@ -189,6 +189,12 @@ def test_l13_adapters_of_another_base_of_the_same_sizes_are_refused(tmp_path: Pa
     (warning,) = start.warnings(2, model=str(tmp_path / "other"), sees=False)
     assert "it says that its base is hub/model" in warning and "not checked" in warning
     assert not list(start.warnings(2, model="copies/model", sees=False))
+    # Asking for such a path fails, as it does for a folder of another user.
+    unreadable = f"/{'x' * 300}"
+    description.write_text(json.dumps({**content, "base_model_name_or_path": unreadable}))
+    start = _read(tmp_path / "theirs")
+    open_adapted(tmp_path / "other", start)
+    assert list(start.warnings(2, model=str(tmp_path / "other"), sees=False))
 
 
 def test_drawn_adapters_are_pefts_initial_values_and_change_nothing(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def draw_rows(
     rules: Sequence[DrawRule],
     forced: Mapping[int, int],
 ) -> Draw:
-    """Draw one token per row, each by its own rule, as ``sampler.draw_rows`` does."""
+    """Draw one token per row, each by its own rule, as ``sampler.draw_rows`` does but for ties at
+    the bound of top-k and top-p, which are all kept.
+    """
     num_rows, device = len(rules), logits_BV.device
     numbers = torch.zeros((num_rows, RowState.NUM_FIELDS), dtype=torch.int64)
     numbers[:, RowState.ACTIVE] = 1

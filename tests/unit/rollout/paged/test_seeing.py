@@ -30,6 +30,8 @@ from tests.fakes.tiny_vision import FAMILIES, VOCAB, draw_prompt, write_seeing
 MAX_ERROR = 1e-5
 """Sums in another order, in fp32; log-probs with wrong positions differ by more than 0.01."""
 SAMPLED = SamplingParams(1.0, 1.0, -1, 5, ignore_eos=True)
+LENGTHS = (5, 20, 20)
+"""The tokens of the samples of each prompt. A window has 8 steps: some go on while others enter."""
 ROWS = 4
 
 
@@ -66,13 +68,14 @@ def _requests() -> list[GenerationRequest]:
     """Return requests of three samples each; the last prompt ends in a picture."""
     rng, first_id = random.Random(3), VOCAB
     found: list[GenerationRequest] = []
-    for index, sizes in enumerate(([(3, 2), (2, 5)], [], [(2, 7)])):
+    for index, sizes in enumerate(([], [(3, 2), (2, 5)], [(2, 7)])):
         ids, pictures = draw_prompt(rng, sizes, first_id=first_id)
         first_id += sum(rows * columns for rows, columns in sizes)
         if index == 2:
             ids = ids[: ids.index(pictures[-1].token_ids[-1]) + 1]
         samples = tuple(range(10 * index, 10 * index + 3))
-        found.append(GenerationRequest(samples, tuple(ids), SAMPLED, pictures=pictures))
+        sampling = replace(SAMPLED, max_new_tokens=LENGTHS[index])
+        found.append(GenerationRequest(samples, tuple(ids), sampling, pictures=pictures))
     return found
 
 
@@ -98,6 +101,8 @@ def test_tokens_are_those_of_the_dense_engine(
     engine = _paged(_decoder(folder, device, TRITON))
     engine.add(_requests())
     _assert_same(drain_by_sample(engine), expected)
+    lengths = [len(request.prompt_ids) for request in _requests()]
+    assert engine.num_prefilled_tokens > sum(lengths), "samples entered beside others of a prompt"
 
 
 def test_pages_that_are_computed_again_have_the_same_positions(
@@ -107,8 +112,11 @@ def test_pages_that_are_computed_again_have_the_same_positions(
     engine.add(_requests())
     early: list[Completion] = []
     for version in range(1, 4):  # the weights are the same
-        early += engine.advance(1)
+        early += engine.advance(8)
         engine.set_weights_version(version)
+        before = engine.num_prefilled_tokens
+        early += engine.advance(8)
+        assert engine.num_prefilled_tokens > before, "rows are computed again"
     found = {one.sample_id: one for one in early} | drain_by_sample(engine)
     _assert_same(found, expected)
 

@@ -55,15 +55,17 @@ def test_sglang_gets_the_sizes_under_the_names_of_glm(
     assert (config.use_qk_norm, config.head_dim, config.rms_norm_eps) == (True, 32, 1e-6)
     assert (config.n_routed_experts, config.n_shared_experts, config.n_group) == (8, 1, 1)
     assert config.norm_topk_prob is (model["model_type"] == "XdgMoE")
+    assert config.num_key_value_heads == 2, "as many as heads, where the file has none"
     assert "auto_map" not in found
 
 
 def test_the_norms_of_red_moe_have_other_names_there() -> None:
     names = ("model.layers.1.self_attn.q_layernorm.weight", "model.layers.1.mlp.gate.weight")
-    assert [name_for_sglang(name) for name in names] == [
+    assert [name_for_sglang(name, "XdgMoE") for name in names] == [
         "model.layers.1.self_attn.q_norm.weight",
         names[1],
     ]
+    assert [name_for_sglang(name, "lfm2") for name in names] == list(names)
     assert config_for_sglang({"model_type": "qwen3_moe"}, head_dim=32) is None
 
 
@@ -75,6 +77,7 @@ def test_the_norms_of_red_moe_have_other_names_there() -> None:
         (RED_MOE, ""),
         (DOTS | {"n_shared_experts": 0}, "all layers with experts need shared ones"),
         (DOTS | {"attention_bias": True}, "attention has biases"),
+        (DOTS | {"tie_word_embeddings": True}, "the head is tied to the embedding"),
         (DOTS | {"moe_layer_freq": 2}, "dense layers stand between layers with experts"),
         (RED_MOE | {"scoring_func": "softmax"}, "experts are chosen by softmax, not by sigmoid"),
     ],

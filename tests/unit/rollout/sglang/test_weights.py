@@ -55,7 +55,12 @@ def _sink(
     process = FakeProcess(memory, account or {"errors": [], "unwritten": []})
     ended: list[int] = []
     sink = SglangSink(
-        process, _manifest(dtype), memory=memory, keeps_cache=False, on_end=ended.append
+        process,
+        _manifest(dtype),
+        family="qwen2",
+        memory=memory,
+        keeps_cache=False,
+        on_end=ended.append,
     )
     return sink, process, ended
 
