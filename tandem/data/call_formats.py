@@ -282,8 +282,31 @@ def kind_of(tools: Sequence[ToolSchema], place: tuple[str, str], *, default: Any
         function = tool["function"]
         if function["name"] == name:
             properties = (function.get("parameters") or _EMPTY).get("properties") or _EMPTY
-            return properties.get(key, _EMPTY).get("type", default)
+            return _kind(properties.get(key), default)
     return default
+
+
+def _kind(schema: Any, default: Any) -> Any:
+    """Return the type of a schema, or ``default`` if it says none.
+
+    Of several types one is taken: a text if the value may be one, so that no text is changed. A
+    boolean comes last, because the values of the others are read in one way, which reads it too.
+    """
+    if not isinstance(schema, dict):
+        return default
+    fields = cast(dict[str, Any], schema)
+    written = fields.get("type")
+    if isinstance(written, str):
+        return written
+    if isinstance(written, list):
+        kinds = cast(list[Any], written)
+    else:
+        options = fields.get("anyOf") or fields.get("oneOf")
+        kinds = [_kind(one, None) for one in cast(list[Any], options)] if options else []
+    known = [kind for kind in kinds if isinstance(kind, str) and kind != "null"]
+    if "string" in known:
+        return "string"
+    return min(known, key=lambda kind: kind == "boolean", default=default)
 
 
 def typed_value(text: str, kind: Any) -> Any:

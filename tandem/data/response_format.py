@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, cast
 
+import regex
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
+    ResponseTemplateField,
     load_response_template,
 )
 
@@ -44,6 +46,8 @@ RESPONSE_TEMPLATE = "response template of the tokenizer"
 _CALLS = "tool_calls"
 _CALL = WrittenCall("calc", {"e": "Jq7Zk0"})
 """The call of a trial."""
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, regex.error)
+"""The errors of transformers for a template that is wrong, or for a text that it cannot read."""
 
 
 class NoFormat(ValueError):
@@ -67,7 +71,7 @@ class ResponseFormat:
         """
         try:
             template = load_response_template(written)
-        except (ValueError, TypeError, AttributeError) as error:
+        except _FAULTS as error:
             raise NoFormat(f"has a response_template that is not valid ({error})") from error
         field = template.fields.get(_CALLS)
         if field is None or field.open_re is None:
@@ -120,11 +124,14 @@ class ResponseFormat:
             position = end
 
     def _read(self, region: _Region, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
+        field = self.template.fields[_CALLS]
         try:
-            value = process_field(region.body, self.template.fields[_CALLS], region.captures)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            value = process_field(region.body, field, region.captures)
+        except _FAULTS as error:
             cause = str(error.__cause__ or error).partition("\n")[0]
             raise CallRefused(f"cannot be read ({cause})") from error
+        if field.content == "xml-inline":
+            _require_all_read(region.body, field)
         calls = cast(list[Any], value) if isinstance(value, list) else [value]
         return [_call_of(call, tools) for call in calls]
 
@@ -145,6 +152,30 @@ class _Region:
     body: str
     captures: dict[str, str]
     is_closed: bool
+
+
+_CLOSING_TAG = re.compile(r"</[^<>]*>")
+_PLAIN_ESCAPE = re.compile(r"\\[nrst][*+]?|\\\W")
+"""White space and escaped signs, which may stand in a pattern beside literal text."""
+
+
+def _require_all_read(body: str, field: ResponseTemplateField) -> None:
+    """Raise CallRefused if the pattern of a template passes over a parameter.
+
+    transformers drops the text that the pattern does not match. The pattern begins with the text
+    before its group "key"; each beginning of a parameter must belong to a match of its own.
+    """
+    pattern: str = field.content_args["tag_pattern"]
+    read = [match[0] for match in regex.finditer(pattern, body, flags=regex.DOTALL)]
+    if not read and re.search(r"\w", _CLOSING_TAG.sub("", body)):
+        raise CallRefused("has no parameter that can be read")
+    beginning = pattern.partition("(?P<key>")[0]
+    literal = _PLAIN_ESCAPE.sub("", beginning)
+    if not set(literal).isdisjoint(r"\^$.|?*+()[]{}") or not re.search(r"\w", literal):
+        return  # not a text by which a parameter is known
+    begun = regex.compile(beginning)
+    if len(begun.findall(body)) != sum(begun.match(one) is not None for one in read):
+        raise CallRefused("has a parameter that cannot be read")
 
 
 def _call_of(value: Any, tools: Sequence[ToolSchema]) -> WrittenCall:

@@ -120,7 +120,9 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
     kinds = [kind for kind, has in ((TOOL, schemas or acting), (USER, talks)) if has]
     facts = Dialogue(codec, schemas or acting).probe(kinds)
     _check_facts(facts, config, codec=codec)
-    call_format, format_name = choose_format(rollout, codec, tools=schemas or acting)
+    call_format, format_name = choose_format(
+        rollout, codec, tools=schemas or acting, has_programs=bool(setup.programs)
+    )
     default = _default_agent(rollout)
     named = {schema["function"]["name"]: schema for schema in schemas}
     has_environment = bool(schemas or setup.interactions)
@@ -337,21 +339,35 @@ def _check_facts(facts: Sequence[ProbedFact], config: RunConfig, *, codec: TextC
 
 
 def choose_format(
-    rollout: RolloutConfig, codec: TextCodec, *, tools: Sequence[ToolSchema]
+    rollout: RolloutConfig,
+    codec: TextCodec,
+    *,
+    tools: Sequence[ToolSchema],
+    has_programs: bool,
 ) -> tuple[CallFormat, str]:
     """Return the form of calls and its name.
 
     Raise UserError if there is none, or if calls end in a token on which the model does not stop.
+
+    Args:
+        tools: the tools that are known before training.
+        has_programs: whether there are programs, which may bring tools with their requests.
     """
     key, name = f"{_ROLLOUT}.multi_turn.format", rollout.multi_turn.format
     if name == AUTO:
         try:
             found, name = find_format(codec, tools)
         except NoFormat as error:
+            rule = f"the tokenizer of {codec.tokenizer.name_or_path} {error}"
+            remedy = f"Set one of {', '.join(CALL_FORMATS)}."
             if tools:
-                rule = f"the tokenizer of {codec.tokenizer.name_or_path} {error}"
-                remedy = f"Set one of {', '.join(CALL_FORMATS)}."
                 raise UserError(key, AUTO, rule=rule, remedy=remedy) from error
+            if has_programs:
+                logger.warning(
+                    "%s=%s: %s; calls of tools that agents bring with their requests are read as "
+                    "%s. %s",
+                    *(key, AUTO, rule, _USUAL_FORMAT, remedy),
+                )
             found, name = CALL_FORMATS[_USUAL_FORMAT], f"{_USUAL_FORMAT}, as no other is known"
         name = f"{AUTO}: {name}"
     else:

@@ -142,6 +142,34 @@ def test_m11_faults_of_hermes_calls(call: str, fault: str) -> None:
     assert len(turn.malformed[0]) < 400
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+@pytest.mark.parametrize(
+    ("kind_q", "kind_k"),
+    [
+        ({"type": ["string", "null"]}, {"type": ["integer", "null"]}),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, {"anyOf": [{"type": "integer"}]}),
+        ({"oneOf": [{"type": "null"}, {"type": "string"}]}, {"type": ["boolean", "integer"]}),
+        ({"type": ["null", "string"]}, {"anyOf": [{"type": "null"}, {"type": "number"}]}),
+    ],
+)
+def test_a_value_of_several_types_is_a_text_if_it_may_be_one(
+    name: str, kind_q: Any, kind_k: Any
+) -> None:
+    parameters = {"type": "object", "properties": {"q": kind_q, "k": kind_k}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    turn = parse_turn(valid(name), CALL_FORMATS[name], tools=tools, end_texts=())
+    assert calls(turn) == [("find", {"q": "7", "k": 3})]
+
+
+def test_a_parameter_of_any_value_has_no_type() -> None:
+    parameters = {"type": "object", "properties": {"q": True, "k": {"anyOf": [True]}}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    turn = parse_turn(valid("qwen3_coder"), CALL_FORMATS["qwen3_coder"], tools=tools)
+    assert calls(turn) == [("find", {"q": "7", "k": "3"})]
+    turn = parse_turn(valid("glm"), CALL_FORMATS["glm"], tools=tools)
+    assert calls(turn) == [("find", {"q": 7, "k": 3})]
+
+
 def test_arguments_may_be_json_in_a_text() -> None:
     turn = parse('<tool_call>{"name": "find", "arguments": "{\\"q\\": 1}"}</tool_call>', "hermes")
     assert calls(turn) == [("find", {"q": 1})]

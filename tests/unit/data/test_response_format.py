@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 
 from tandem.data.call_formats import parse_turn
 from tandem.data.response_format import RESPONSE_TEMPLATE, NoFormat, ResponseFormat, find_format
@@ -154,6 +155,102 @@ def test_m11_what_is_no_json_is_malformed_and_the_next_call_counts() -> None:
         assert turn.text == "Let me look."
 
 
+QWEN_CALL = "<tool_call>\n<function=find>\n{}\n</function>\n</tool_call>"
+GLM_CALL = "<tool_call>find\n{}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("own", "call", "written"),
+    [
+        ("qwen3_5", QWEN_CALL, "<parameter=q>\n7"),
+        ("qwen3_5", QWEN_CALL, "<parameter=q>\n7\n<parameter=k>\n3\n</parameter>"),
+        ("qwen3_5", QWEN_CALL, "<parameter=q>\n7\n</parameter>\n<parameter=k>\n3"),
+        ("qwen3_5", QWEN_CALL, '{"q": "7", "k": 3}'),
+        ("nemotron_3", QWEN_CALL, "<parameter=k>\n3\n</parameter>\n<parameter=q\n7\n</parameter>"),
+        ("glm4moe", GLM_CALL, "<arg_key>k</arg_key><arg_value>3</arg_value>"),
+        ("glm4moe", GLM_CALL, "<arg_key>k</arg_key>"),
+        (
+            "glm4moe",
+            GLM_CALL,
+            "<arg_key>q</arg_key>\n<arg_value>7\n<arg_key>k</arg_key>\n<arg_value>3</arg_value>",
+        ),
+        ("lfm2_2_5", "<|tool_call_start|>[find({})]<|tool_call_end|>", "'7'"),
+    ],
+)
+def test_a_parameter_that_the_pattern_passes_over_makes_its_call_malformed(
+    own: str, call: str, written: str
+) -> None:
+    found = ResponseFormat.of(json.loads((OWN / f"{own}.json").read_text("utf-8")))
+    turn = parse_turn(call.format(written), found, tools=TOOLS)
+    assert turn.calls == ()
+    (line,) = turn.malformed
+    assert "parameter that ca" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("own", "call"), [("qwen3_5", QWEN_CALL), ("nemotron_3", QWEN_CALL), ("glm4moe", GLM_CALL)]
+)
+def test_a_call_without_parameters_is_one(own: str, call: str) -> None:
+    found = ResponseFormat.of(json.loads((OWN / f"{own}.json").read_text("utf-8")))
+    turn = parse_turn(call.format(""), found, tools=TOOLS)
+    assert turn.malformed == () and [one.arguments for one in turn.calls] == ["{}"]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "parameter"),
+    [
+        (r"<argument\s+name=\"", '<argument name="{}">{}</argument>'),
+        (r"\[argument ", "[argument {}>{}</argument>"),
+    ],
+)
+def test_the_beginning_of_a_parameter_may_have_spaces_and_escaped_signs(
+    beginning: str, parameter: str
+) -> None:
+    template = json.loads((OWN / "qwen3_5.json").read_text("utf-8"))
+    pattern = rf"{beginning}(?P<key>\w+)\"?>(?P<value>.*?)</argument>"
+    template["fields"]["tool_calls"]["content_args"]["tag_pattern"] = pattern
+    found = ResponseFormat.of(template)
+    good, broken = parameter.format("q", "7 a"), parameter.format("k k", "3")
+    (call,) = parse_turn(QWEN_CALL.format(good), found, tools=TOOLS).calls
+    assert json.loads(call.arguments) == {"q": "7 a"}
+    turn = parse_turn(QWEN_CALL.format(good + broken), found, tools=TOOLS)
+    assert turn.calls == () and "a parameter that cannot be read" in turn.malformed[0]
+
+
+def test_a_pattern_without_a_fixed_beginning_reads_what_it_matches() -> None:
+    found = ResponseFormat.of(json.loads((OWN / "lfm2_2_5.json").read_text("utf-8")))
+    text = "<|tool_call_start|>[find(q='a, b=c', k=3)]<|tool_call_end|>"
+    (call,) = parse_turn(text, found, tools=TOOLS).calls
+    assert json.loads(call.arguments) == {"q": "a, b=c", "k": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "expected"),
+    [
+        ({"type": ["string", "null"]}, "123", "123"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "123", "123"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "123", 123),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        ({"type": ["null", "array"]}, "[1]", [1]),
+        (True, "123", "123"),
+    ],
+)
+@pytest.mark.parametrize("own", ["qwen3", "qwen3_5"])
+def test_a_text_gets_the_type_of_a_schema_with_several(
+    own: str, schema: Any, written: str, expected: Any
+) -> None:
+    """The value is a JSON string in the first template, and has no type in the second."""
+    call = QWEN_CALL.format(f"<parameter=q>\n{written}\n</parameter>")
+    if own == "qwen3":
+        called = {"name": "find", "arguments": {"q": written}}
+        call = f"<tool_call>{json.dumps(called)}</tool_call>"
+    found = ResponseFormat.of(json.loads((OWN / f"{own}.json").read_text("utf-8")))
+    parameters = {"type": "object", "properties": {"q": schema}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    turn = parse_turn(call, found, tools=tools)
+    assert [json.loads(one.arguments) for one in turn.calls] == [{"q": expected}]
+
+
 def test_m11_calls_in_a_thought_that_the_prompt_begins_are_none() -> None:
     own = ResponseFormat.of(json.loads((OWN / "qwen3_5.json").read_text("utf-8")))
     call = "<tool_call>\n<function=find>\n<parameter=q>\n7\n</parameter>\n</function>\n</tool_call>"
@@ -186,18 +283,54 @@ def test_a_response_template_that_cannot_be_used_is_refused(written: Any, fault:
         find_format(codec, TOOLS)
 
 
+def without_calls(template: dict[str, Any], said: str) -> str:
+    """Return a text without its calls, by trying every beginning of a field at each character."""
+
+    def pattern_of(field: dict[str, str], side: str) -> Any:
+        literal = field.get(side)
+        written = field.get(f"{side}_pattern") if literal is None else regex.escape(literal)
+        return None if written is None else regex.compile(written, regex.DOTALL)
+
+    sides = {
+        name: (begin, pattern_of(field, "close"))
+        for name, field in template["fields"].items()
+        if (begin := pattern_of(field, "open")) is not None
+    }
+    kept, position = "", 0
+    while position < len(said):
+        begun = [
+            (match.end(), name)
+            for name, (begin, _) in sides.items()
+            if (match := begin.match(said, position)) is not None
+        ]
+        name, end = None, position + 1
+        if begun:
+            inside, name = max(begun)
+            close = sides[name][1].search(said, inside)
+            end = len(said) if close is None else close.end()
+        if name != "tool_calls":
+            kept += said[position:end]
+        position = end
+    return kept
+
+
 @pytest.mark.parametrize("own", sorted({*CHATS.values()}))
 def test_random_texts_end_and_nothing_of_them_is_lost(own: str) -> None:
-    """Delimiters in any order: every character is text, or stands in a call or its sentence."""
+    """Delimiters in any order: the text is what was said without its calls."""
     template = json.loads((OWN / f"{own}.json").read_text("utf-8"))
     found = ResponseFormat.of(template)
     text = json.dumps(template, ensure_ascii=False)
     pieces = ["<think>", "</think>", "<tool_call>", "</tool_call>", "x", '{"a": 1}', text[:40]]
     pieces += ["<|channel|>commentary", "<|call|>", "<|tool_call>call:find", "<tool_call|>", ","]
+    pieces += ["<tool_call>\n<function=find>", "<|tool_call_start|>[find(", ")]<|tool_call_end|>"]
+    pieces += ["to=functions.find<|channel|>commentary json<|message|>", "}<|eot_id|>"]
+    pieces += ['{"name": "find", "parameters": ', "<|channel>thought\n", "<channel|>", "\n"]
     rng = random.Random(0)
+    mixed = 0
     for _ in range(300):
         said = "".join(rng.choice(pieces) for _ in range(rng.randint(0, 12)))
         parts = found.split(said, tools=TOOLS)
-        assert len(parts.text) <= len(said)
-        if not parts.calls and not parts.malformed:
-            assert parts.text == said
+        assert parts.text == without_calls(template, said), said
+        assert (parts.text == said) == (not parts.calls and not parts.malformed), said
+        mixed += 0 < len(parts.text) < len(said)
+    assert mixed > 10, "texts with a call and something else"

@@ -30,12 +30,19 @@ QWEN3 = {
 }
 
 
-def chosen(template: str, name: str, *, response_template: Any = None, tools: Any = (TOOL,)) -> str:
+def chosen(
+    template: str,
+    name: str,
+    *,
+    response_template: Any = None,
+    tools: Any = (TOOL,),
+    has_programs: bool = False,
+) -> str:
     made = codec_for(template)
     codec = TextCodec(copy(made.tokenizer), eos_ids=made.eos_ids)
     codec.tokenizer.response_template = response_template
     rollout: Any = SimpleNamespace(multi_turn=SimpleNamespace(format=name))
-    return choose_format(rollout, codec, tools=tools)[1]
+    return choose_format(rollout, codec, tools=tools, has_programs=has_programs)[1]
 
 
 def test_auto_takes_the_response_template_or_the_form_of_the_chat_template():
@@ -54,8 +61,34 @@ def test_a_tokenizer_whose_calls_cannot_be_read_is_refused_in_one_line():
         chosen("qwen3", "auto", response_template=wrong)
 
 
-def test_a_run_without_tools_of_its_own_needs_no_form():
+@pytest.mark.parametrize(
+    "written",
+    [{"tag_pattern": "(?P<key>"}, ["x"], {"tag_pattern": "(?P<key>c)", "value_parser": "x"}],
+)
+def test_a_response_template_with_wrong_arguments_is_refused_in_one_line(written: Any):
+    calls = {**QWEN3["fields"]["tool_calls"], "content": "xml-inline", "content_args": written}
+    wrong = {**QWEN3, "fields": {"tool_calls": calls}}
+    with pytest.raises(UserError, match="response_template that does not read the calls") as error:
+        chosen("qwen3", "auto", response_template=wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_without_tools_of_its_own_needs_no_form(caplog: pytest.LogCaptureFixture):
     assert chosen("llama3_1", "auto", tools=()) == "auto: hermes, as no other is known"
+    assert not caplog.messages
+
+
+def test_programs_that_may_bring_tools_are_warned_of_a_form_that_is_not_known(
+    caplog: pytest.LogCaptureFixture,
+):
+    named = chosen("llama3_1", "auto", tools=(), has_programs=True)
+    assert named == "auto: hermes, as no other is known"
+    (line,) = caplog.messages
+    assert "writes calls in none of the known formats" in line and "are read as hermes" in line
+    assert "multi_turn.format=auto" in line and "Set one of hermes, gpt-oss" in line
+    caplog.clear()
+    assert chosen("qwen3", "auto", tools=(), has_programs=True) == "auto: hermes"
+    assert not caplog.messages, "a form that was found"
 
 
 def test_a_token_on_which_the_model_does_not_stop_is_refused():
