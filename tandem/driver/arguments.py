@@ -15,6 +15,7 @@ from tandem.config.check.platform_rules import known_platforms, placement_errors
 from tandem.config.check.rules import (
     check_run,
     check_sft,
+    require_random_order,
     require_reader_of_critic,
     unbuilt_run,
     unbuilt_sft,
@@ -52,6 +53,7 @@ def load_arguments(
         check_sft(config)
         return loaded
     require_reader_of_critic(config, loaded.set_keys)
+    require_random_order(config, loaded.unread)
     check_run(config)
     check_platforms(config, place_run(config))
     return with_engine(loaded)

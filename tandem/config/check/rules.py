@@ -65,6 +65,23 @@ def require_reader_of_critic(config: RunConfig, set_keys: Mapping[str, str]) -> 
     )
 
 
+def require_random_order(config: RunConfig, unread: Mapping[str, Any]) -> None:
+    """Raise UserError if a class that draws rows in random order is named without a random order.
+
+    Args:
+        unread: the keys that the user has set and that ``config`` does not hold -> their values.
+    """
+    key = "data.sampler.class_name"
+    name = unread.get(key)
+    if name is not None and not config.data.shuffle:
+        raise UserError(
+            key,
+            name,
+            rule="draws rows in random order, and data.shuffle=False takes the order of the files",
+            remedy="Set data.shuffle=True, or leave data.sampler out.",
+        )
+
+
 def _run_errors(config: RunConfig) -> Iterator[UserError]:
     # Ordered so that the first error is no consequence of a later one.
     yield from _template_errors(config.data.apply_chat_template_kwargs)

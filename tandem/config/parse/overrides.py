@@ -63,6 +63,7 @@ class LoadedConfig(Generic[ConfigT]):
         warnings: the warnings, one line each.
         verl_defaults: each key that has a default of verl instead of the schema's -> that value.
             The key is not in ``set_keys``, nor in the ``model_fields_set`` of its section.
+        unread: each key of ``set_keys`` that the configuration does not hold -> its value.
         follows_verl: whether the command or a file names one of verl's configurations.
     """
 
@@ -71,6 +72,7 @@ class LoadedConfig(Generic[ConfigT]):
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
     verl_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    unread: Mapping[str, Any] = field(default_factory=dict[str, Any])
     follows_verl: bool = False
 
 
@@ -114,6 +116,11 @@ def load_config(
         unknown_keys=tuple(written.unknown),
         warnings=(*(w for file in files for w in file.warnings), *written.warnings),
         verl_defaults=written.defaults,
+        unread={
+            name: _value_at(tree, name)
+            for name in written.spellings
+            if (key := find_key(schema, name)) is not None and key.ignored
+        },
         follows_verl=written.follows_verl,
     )
 

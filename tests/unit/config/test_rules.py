@@ -10,6 +10,7 @@ import pytest
 from tandem.config.check.rules import (
     check_run,
     check_sft,
+    require_random_order,
     require_reader_of_critic,
     unbuilt_run,
     unbuilt_sft,
@@ -17,6 +18,7 @@ from tandem.config.check.rules import (
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.driver.arguments import load_arguments
 from tandem.errors import UserError
 
 MODEL = "actor_rollout_ref.model.path=m"
@@ -263,3 +265,17 @@ def test_a_critic_that_no_named_estimator_reads_is_refused(
     message = f"^{arguments[0].partition('=')[0]}: sets up a critic, .*Set .*adv_estimator=gae"
     with pytest.raises(UserError, match=message):
         require_reader_of_critic(loaded.config, loaded.set_keys)
+
+
+def test_a_class_of_random_order_is_refused_without_a_random_order() -> None:
+    named = "data.sampler.class_name=RandomCurriculumSampler"
+    message = (
+        r"^data\.sampler\.class_name='RandomCurriculumSampler': draws rows in random order, and "
+        r"data\.shuffle=False .*Set data\.shuffle=True"
+    )
+    with pytest.raises(UserError, match=message):
+        load_arguments(RunConfig, [named, "data.shuffle=False"])
+    allowed = [named], [named, "data.shuffle=True"], ["data.sampler.class_name=null"]
+    for arguments in (*allowed, [named, "data.sampler.class_name=null", "data.shuffle=False"]):
+        loaded = load_config(RunConfig, arguments)
+        require_random_order(loaded.config, loaded.unread)
