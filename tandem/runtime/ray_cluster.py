@@ -111,7 +111,7 @@ def start_ray(
 
     Raises:
         UserError: there is no cluster, or Ray does not accept ``ray_kwargs.ray_init``.
-        RunFailure: Ray does not start.
+        RunFailure: Ray does not start, or the run cannot connect to what it has started.
     """
     given = {name: value for name, value in plan.settings.ray_init.items() if name != "address"}
     if plan.role == "existing":
@@ -125,11 +125,12 @@ def start_ray(
         role = "head" if plan.role == "head" else "local"
         node, address = start_head(options, role=role, token=token)
     except RayNodeError as error:
-        if given:
+        if given and error.is_usage:
             raise _not_accepted(given, error) from None
+        hint = "; if it is not, look at ray_kwargs.ray_init" if given else ""
         raise RunFailure(
             f"Ray did not start on this node ({_first_line(error)}). If the "
-            "machine is busy, try again"
+            f"machine is busy, try again{hint}"
         ) from None
     others = {name: value for name, value in given.items() if name not in _NODE_OPTIONS}
     try:
@@ -160,7 +161,10 @@ def _connect(ray: ModuleType, plan: ClusterPlan, *, address: str, given: Mapping
         if given and not isinstance(error, ConnectionError):
             raise _not_accepted(given, error) from error
         if plan.role != "existing":
-            raise
+            raise RunFailure(
+                "Ray has started on this node, and the run cannot connect to it "
+                f"({_first_line(error)}). If the machine is busy, try again"
+            ) from error
         raise UserError(
             plan.source,
             plan.address,

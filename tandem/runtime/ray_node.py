@@ -42,6 +42,8 @@ _RAY_START = "import sys; sys.modules['grpc'] = None; from ray.scripts.scripts i
 """The command ``ray`` without the package grpc, as if that were not installed. With grpc it opens a
 port, for Ray's client, at which it runs any code that it is sent.
 """
+_USAGE_CODE = 2
+"""The exit code of ``ray start``, as of any program with click, if it does not accept an option."""
 _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
 """Options of ``ray start`` that take no value."""
 
@@ -94,7 +96,17 @@ def ray_environment(role: Literal["local", "existing", "head", "member"]) -> dic
 
 
 class RayNodeError(Exception):
-    """``ray start`` ended before the node was up. The text is the last line that it printed."""
+    """``ray start`` ended before the node was up.
+
+    The text is the last line that it printed, or how it ended if it printed nothing.
+
+    Attributes:
+        is_usage: whether it did not accept its options.
+    """
+
+    def __init__(self, text: str, *, is_usage: bool = False) -> None:
+        super().__init__(text)
+        self.is_usage = is_usage
 
 
 class RayNode:
@@ -192,8 +204,9 @@ def start_head(
     file = folder / _ADDRESS_FILE
     try:
         while not (address := file.read_text() if file.exists() else ""):
-            if node.process.poll() is not None:
-                raise RayNodeError("".join(node.last_lines()[-1:]))
+            if (code := node.process.poll()) is not None:
+                text = "".join(node.last_lines()[-1:]) or node.describe_end()
+                raise RayNodeError(text, is_usage=code == _USAGE_CODE)
             time.sleep(_POLL_S)
     except BaseException:
         node.close()

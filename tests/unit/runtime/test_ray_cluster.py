@@ -8,11 +8,12 @@ import os
 import signal
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import ray
 
-from tandem.errors import RunFailure
+from tandem.errors import RunFailure, UserError
 from tandem.runtime import ray_cluster
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings
 from tandem.runtime.ray_cluster import interruptible, start_ray
@@ -40,17 +41,75 @@ def test_signals_end_what_blocks_the_main_thread_of_an_event_loop(
     assert noted == [number], "afterwards it is the loop's matter again"
 
 
-@pytest.mark.parametrize(
-    ("printed", "named"), [("", "RayNodeError('')"), ("Timed out.\n", "Timed out")]
-)
-def test_a_ray_that_does_not_start_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, printed: str, named: str
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RayNodeError(printed)
+KEYS = {"include_dashboard": True, "nonsense": 1}
+"""An argument for ``ray start``, and one for ray.init."""
 
-    monkeypatch.setattr(ray_cluster, "start_head", fail)
+
+@pytest.mark.parametrize(
+    ("error", "given", "line"),
+    [
+        (
+            RayNodeError("Timed out.\n"),
+            {},
+            "Ray did not start on this node (Timed out). If the machine is busy, try again",
+        ),
+        (
+            RayNodeError("Timed out.\n"),
+            KEYS,
+            "Ray did not start on this node (Timed out). If the machine is busy, try again; if it "
+            "is not, look at ray_kwargs.ray_init",
+        ),
+        (
+            RayNodeError("No such option: --x", is_usage=True),
+            {},
+            "Ray did not start on this node (No such option: --x). If the machine is busy, try "
+            "again",
+        ),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_line_and_the_run_may_start_again(
+    error: RayNodeError, given: dict[str, object], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "start_head", Mock(side_effect=error))
+    plan = ClusterPlan("local", ClusterSettings(1, 2, ray_init=given))
     with pytest.raises(RunFailure) as raised:
-        start_ray(ray, ClusterPlan("local", ClusterSettings(1, 2)), devices=list, token="")
-    expected = f"Ray did not start on this node ({named}). If the machine is busy, try again"
-    assert str(raised.value) == expected
+        start_ray(ray, plan, devices=list, token="")
+    assert str(raised.value) == line
+
+
+def test_an_option_that_ray_does_not_accept_is_an_error_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = RayNodeError("Error: No such option: --x", is_usage=True)
+    monkeypatch.setattr(ray_cluster, "start_head", Mock(side_effect=error))
+    plan = ClusterPlan("local", ClusterSettings(1, 2, ray_init=KEYS))
+    with pytest.raises(UserError, match=r"^ray_kwargs.ray_init=.*: Error: No such option: --x\. "):
+        start_ray(ray, plan, devices=list, token="")
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "kind"),
+    [
+        (ConnectionError("ray client\nis lost"), {}, RunFailure),
+        (ConnectionError("ray client\nis lost"), KEYS, RunFailure),
+        (RuntimeError("ray client"), {}, RunFailure),
+        (TypeError("ray client"), {}, RunFailure),
+        (ValueError("ray client"), {"include_dashboard": True}, RunFailure),
+        (RuntimeError("ray client"), KEYS, UserError),
+    ],
+)
+def test_a_run_that_cannot_connect_to_its_own_ray_ends_it_and_fails_in_one_line(
+    error: Exception,
+    given: dict[str, object],
+    kind: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, library = Mock(), Mock()
+    library.init.side_effect = error
+    monkeypatch.setattr(ray_cluster, "start_head", Mock(return_value=(node, "address")))
+    settings = ClusterSettings(1, 2, ray_init=given)
+    for plan in (ClusterPlan("local", settings), ClusterPlan("head", settings, "127.0.0.1:1")):
+        with pytest.raises((RunFailure, UserError), match="ray client") as raised:
+            start_ray(library, plan, devices=list, token="")
+        assert type(raised.value) is kind and "\n" not in str(raised.value)
+    assert node.close.call_count == 2

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tandem.runtime.ray_node import describe_end
+from tandem.runtime import ray_node
+from tandem.runtime.ray_node import RayNodeError, describe_end, start_head
 
 REPORT = "Some Ray subprocesses exited unexpectedly:"
 REST = "Remaining processes will be killed."
@@ -22,3 +25,29 @@ REST = "Remaining processes will be killed."
 )
 def test_the_first_lost_process_is_named(lines: list[str], code: int, end: str) -> None:
     assert describe_end(lines, code) == end
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "is_usage"),
+    [
+        ("sys.exit(1)", "its raylet or head ended with exit code 1", False),
+        ("os.kill(os.getpid(), 9)", "its raylet or head was killed by SIGKILL", False),
+        ("print('A port is taken.'); sys.exit(1)", "A port is taken.", False),
+        ("print('No such option: --x'); sys.exit(2)", "No such option: --x", True),
+    ],
+)
+def test_a_start_that_fails_says_how(
+    program: str, text: str, is_usage: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_node, "_RAY_START", f"import os, sys; {program}")
+    with pytest.raises(RayNodeError) as raised:
+        start_head({"temp_dir": tmp_path}, role="local", token="")
+    assert (str(raised.value).strip(), raised.value.is_usage) == (text, is_usage)
+
+
+def test_ray_ends_with_the_code_of_wrong_usage_after_an_option_that_it_does_not_know(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RayNodeError, match="No such option.*no-such") as raised:
+        start_head({"temp_dir": tmp_path, "no_such": 1}, role="local", token="")
+    assert raised.value.is_usage
