@@ -3,15 +3,16 @@
 
 A process that hangs or dies is killed and replaced. The sample that it was computing becomes
 TIMEOUT or ERROR; its other samples are run again. If the process died or was stopped, or something
-wrote to its channel, another one may be the cause, and the sample is first run once more. No
-process outlives ``close`` or this process. Requests and outcomes are streamed: 256 GSM8K rewards
-take 6 ms on two cores (pebble, with a deadline for each sample: 20 to 34 ms). The pool is not a
-sandbox: a reward function has all rights of its user.
+wrote to its channel, another one may be the cause, and the sample is first run once more, in a
+process that has run no other. No process outlives ``close`` or this process. Requests and outcomes
+are streamed: 256 GSM8K rewards take 6 ms on two cores (pebble, with a deadline for each sample: 20
+to 34 ms). The pool is not a sandbox: a reward function has all rights of its user.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from tandem.rewards.process import Batch, Job, RewardProcess, make_jobs
 from tandem.rewards.scoring import RewardSpec
 from tandem.rewards.worker import WorkerSetup
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
+
+logger = logging.getLogger(__name__)
 
 _MAX_WINDOW = 32
 _REAP_WAIT_S = 5.0
@@ -91,6 +94,7 @@ class RewardPool:
         self._starts: set[asyncio.Future[None]] = set()
         self._error: Exception | None = None
         self._was_start_lost = False
+        self._has_warned = False
 
     async def __aenter__(self) -> RewardPool:
         return self
@@ -201,6 +205,11 @@ class RewardPool:
             runs = 0
         for job in jobs[:runs]:
             job.is_suspect = True
+        if jobs[:runs] and not self._has_warned:
+            self._has_warned = True
+            calls = "call is" if len(jobs[:runs]) == 1 else "calls are"
+            told = "a reward process ended (%s); its %s made once more"
+            logger.warning(told, outcome.detail, calls)
         self._pending.extendleft(reversed(jobs))
         self._resume()
 
@@ -221,15 +230,32 @@ class RewardPool:
 
     def _next_process(self) -> RewardProcess | None:
         """Return the process for the next jobs; None if all are busy."""
+        if self._pending[0].is_suspect:
+            return self._fresh_process()
         idle = next((process for process in self._processes if not process.in_flight), None)
         if idle is not None:
             return idle
         if len(self._processes) < self._limits.num_processes:
             return self._start_process()
-        if self._pending[0].is_suspect:
-            return None
         free = (process for process in self._processes if process.is_open)
         return min(free, key=lambda process: len(process.in_flight), default=None)
+
+    def _fresh_process(self) -> RewardProcess | None:
+        """Return a process that has had no job, in place of an idle one; None if all are busy.
+
+        What an earlier job left behind, such as a thread or a child that writes to the channel,
+        could end any other process too.
+        """
+        idle = [process for process in self._processes if not process.in_flight]
+        fresh = next((process for process in idle if process.is_fresh), None)
+        if fresh is not None:
+            return fresh
+        if len(self._processes) >= self._limits.num_processes:
+            if not idle:
+                return None
+            idle[0].kill()
+            self._remove(idle[0])
+        return self._start_process()
 
     def _start_process(self) -> RewardProcess:
         variables = self._limits.environment.variables

@@ -56,9 +56,9 @@ class Job:
 
     Attributes:
         start, size: the range of the requests in the batch.
-        is_suspect: whether a process died while it computed the job, or failed while it computed
-            several at a time, so that any of them may be the cause. The job is run again on its
-            own, once.
+        is_suspect: whether its process was lost while it computed the job, for which another job
+            or a signal from outside may be the cause, or failed while it computed several at a
+            time. The job is run once more, alone, in a process that has run no other.
     """
 
     batch: Batch
@@ -116,6 +116,7 @@ class RewardProcess:
     """A child process with its event-loop callbacks. ``submit`` need not wait until it is ready.
 
     Attributes:
+        is_fresh: whether it has never had a job.
         is_concurrent: whether it computes several jobs at a time.
         takes_groups: whether the requests of one call are one job.
     """
@@ -125,6 +126,7 @@ class RewardProcess:
     ) -> None:
         self.in_flight: dict[str, Job] = {}
         self.is_ready = False
+        self.is_fresh = True
         self.is_concurrent = self.takes_groups = False
         self._deadline_s = setup.deadline_s
         self._owner = owner
@@ -142,6 +144,7 @@ class RewardProcess:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Send jobs to the process; outcomes arrive in order unless ``is_concurrent``."""
+        self.is_fresh = False
         if not self.in_flight:
             self._silent_since_s = self._loop.time()
         messages = []
