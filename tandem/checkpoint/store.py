@@ -129,10 +129,13 @@ class CheckpointStore:
         """Move the checkpoints after a step, with the tracker, into ``folder``.
 
         The tracker then names that step, if it has a checkpoint here. It is changed first, so that
-        it never names a checkpoint that was moved.
+        it never names a checkpoint that was moved. A folder in its place is moved too.
         """
         later = [path for path in _step_folders(self.folder) if _step_of(path) > after_step]
         tracker = self.folder / TRACKER_NAME
+        if tracker.is_dir():
+            folder.mkdir(exist_ok=True)
+            tracker.rename(folder / f"{TRACKER_NAME}.folder")
         named = tracker.read_text(errors="replace") if tracker.exists() else ""
         if later:
             folder.mkdir(exist_ok=True)

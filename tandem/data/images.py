@@ -125,7 +125,7 @@ class PictureSource:
     def damage(self) -> str:
         """Decode it and keep nothing; return why it cannot be decoded, "" if it can be."""
         try:
-            with _opened(self.data) as image:
+            with Image.open(_file_of(self.data)) as image:
                 image.draft("RGB", (1, 1))  # a JPEG is decoded at an eighth of its size
                 image.load()
         except _UNREADABLE as error:
@@ -140,7 +140,7 @@ class PictureSource:
         """
         size = (self.columns * self.side, self.rows * self.side)
         try:
-            with _opened(self.data) as image:
+            with Image.open(_file_of(self.data)) as image:
                 pixels = np.asarray(_in_rgb(image).resize(size, Image.Resampling.BICUBIC))
         except _UNREADABLE as error:
             raise UserError(
@@ -336,8 +336,11 @@ def _sides_of(data: bytes | Path, number: int) -> tuple[int, int]:
     if isinstance(data, Path) and not data.is_file():
         raise RowFault(f"names a picture that is missing ({data})", "Correct the path.")
     try:
-        with _opened(data) as image:
-            width, height = image.size
+        # This changes the warnings of all threads; pictures are measured before others read any.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(_file_of(data)) as image:
+                width, height = image.size
     except UnidentifiedImageError as error:
         raise RowFault(f"has a picture (number {number}) that is no picture file") from error
     except Image.DecompressionBombError as error:  # Pillow does not say its size
@@ -358,10 +361,8 @@ def _cause(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
 
 
-def _opened(data: bytes | Path) -> Image.Image:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+def _file_of(data: bytes | Path) -> io.BytesIO | Path:
+    return io.BytesIO(data) if isinstance(data, bytes) else data
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,10 @@ from tandem.data.images import (
 from tandem.data.selection import UsedRows
 from tandem.data.threads import in_threads
 
-CHECKED_PICTURES = 20_000
-"""The most pictures of a data set that are decoded before the run starts, to find damaged ones."""
+logger = logging.getLogger(__name__)
+
+CHECK_S = 30.0
+"""The time for which pictures of a data set are decoded before the run starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +130,29 @@ class RowPictures:
 def require_whole(pictures: Mapping[int, Sequence[PictureSource]], source: RowSource) -> None:
     """Decode the pictures of rows, several at once, and keep nothing.
 
-    Of a large data set it decodes the first ``CHECKED_PICTURES``.
+    It begins with the first rows and stops after ``CHECK_S``.
 
     Raises:
         UserError: a picture is damaged.
     """
-    listed = [(number, picture) for number, found in pictures.items() for picture in found]
-    checked = listed[:CHECKED_PICTURES]
-    damages = in_threads(lambda entry: entry[1].damage(), checked)
-    for (number, _), damage in zip(checked, damages, strict=True):
+    listed = [(row, *entry) for row, found in pictures.items() for entry in enumerate(found, 1)]
+    if not listed:
+        return
+    begin = "%s: looking for damaged pictures, for at most %g s"
+    logger.info(begin, source.key, CHECK_S)
+    deadline = time.monotonic() + CHECK_S
+
+    def damage_of(entry: tuple[int, int, PictureSource]) -> str | None:
+        return entry[2].damage() if time.monotonic() < deadline else None
+
+    damages = in_threads(damage_of, listed)
+    for (row, number, _), damage in zip(listed, damages, strict=True):
         if damage:
-            raise source.fault(number, RowFault(f"has a picture that is damaged ({damage})"))
+            rule = f"has a picture (number {number}) that is damaged ({damage})"
+            raise source.fault(row, RowFault(rule))
+    num_checked = len(listed) - damages.count(None)
+    end = "%s: %d of %d pictures were decoded, and none of them is damaged"
+    logger.info(end, source.key, num_checked, len(listed))
 
 
 def expand_example(

@@ -114,14 +114,14 @@ def require_same_base(spec: PolicySpec, store: Store, *, host: str) -> None:
 
     They are the base of adapters, or a frozen vision tower. Each process reads them from its own
     disk, and the weight link does not carry them, so that other weights would show as a policy that
-    lags behind without an end.
+    lags behind without an end. ``base_digest`` says what is compared.
 
     Args:
         store: the store that all processes of the run share.
         host: the name of this host, for messages.
 
     Raises:
-        UserError: the files of weights differ.
+        UserError: the files differ.
     """
     folder = received_folder(spec)
     if not _keeps_weights(spec, folder):
@@ -133,8 +133,8 @@ def require_same_base(spec: PolicySpec, store: Store, *, host: str) -> None:
         raise UserError(
             folder.key if spec.adapters is None else f"{spec.adapters.section}.path",
             str(folder.path),
-            rule=f"on {host} it has other weights than {place}, and each process reads the {part} "
-            "from its own disk",
+            rule=f"on {host} it has other weights, another config.json, or files of other names or "
+            f"sizes than {place}, and each process reads the {part} from its own disk",
             remedy="Copy one folder to all hosts.",
         )
 

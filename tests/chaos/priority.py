@@ -23,15 +23,17 @@ def raised_priority(nice: int) -> Iterator[int]:
     process and of those below it, such as Ray's, are therefore raised too, where it is permitted.
     """
     try:
-        os.nice(nice)
+        niceness = os.nice(nice)
     except PermissionError:
-        yield 0
+        niceness = None
+    if niceness is None:
+        yield os.nice(0)
         return
     over = threading.Event()
     thread = threading.Thread(target=_raise_sessions, args=(nice, over), daemon=True)
     thread.start()
     try:
-        yield nice
+        yield niceness
     finally:
         over.set()
         thread.join()
@@ -39,15 +41,25 @@ def raised_priority(nice: int) -> Iterator[int]:
 
 def _raise_sessions(nice: int, over: threading.Event) -> None:
     own = psutil.Process()
-    raise_session(own.pid, nice)
-    while not over.wait(_PERIOD_S):
-        for process in own.children(recursive=True):
+    raised: set[psutil.Process] = set()
+    while True:
+        for process in {own, *own.children(recursive=True)} - raised:
             with suppress(ProcessLookupError):
-                if os.getsid(process.pid) == process.pid:
-                    raise_session(process.pid, nice)
+                is_first = process == own or os.getsid(process.pid) == process.pid
+                if is_first and raise_session(process.pid, nice):
+                    raised.add(process)
+        if over.wait(_PERIOD_S):
+            return
 
 
-def raise_session(pid: int, nice: int) -> None:
-    """Set the niceness of the session of a process among all sessions, where Linux has that."""
-    with suppress(OSError):
+def raise_session(pid: int, nice: int) -> bool:
+    """Set the niceness of the session of a process among all sessions, where Linux has that.
+
+    Returns:
+        whether it is set. Without CAP_SYS_ADMIN, Linux permits it once in a tenth of a second.
+    """
+    try:
         Path(f"/proc/{pid}/autogroup").write_text(f"{nice}\n")
+    except OSError:
+        return False
+    return True

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.chaos import priority
 from tests.chaos.disturbances import Disturbance, SmallDisk, draw_plan, may_mount
 from tests.chaos.job import Chaos
 from tests.chaos.materials import write_materials
@@ -131,20 +133,64 @@ def test_the_sessions_of_the_job_are_raised(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from tests.chaos.priority import raised_priority\n"
         "os.setsid()\n"
+        "os.nice(2)\n"
         "with raised_priority(1) as nice:\n"
         "    child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "    try:\n"
         "        for pid in (os.getpid(), child.pid):\n"
         "            while not Path(f'/proc/{pid}/autogroup').read_text().endswith(' nice 1\\n'):\n"
         "                time.sleep(0.1)\n"
-        "        assert nice == os.nice(0) - int(sys.argv[1])\n"
+        "        assert nice == os.nice(0)\n"
         "    finally:\n"
         "        child.kill()\n"
     )
     own = group.read_text()
-    subprocess.run([sys.executable, "-c", program, str(os.nice(0))], check=True, timeout=LIMIT_S)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S)
     assert group.read_text() == own
-    raise_session(2**22 + 1, 1)  # a process that does not exist
+    assert not raise_session(2**22 + 1, 1)  # a process that does not exist
+
+
+def test_each_session_is_raised_once_though_linux_permits_only_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaders = [Mock(pid=pid) for pid in (1, 2, 3)]
+    leaders[0].children.return_value = leaders[1:]
+    is_permitted, raised = True, list[int]()
+
+    def begin_pass(_: float) -> bool:
+        nonlocal is_permitted
+        is_permitted = True
+        return len(raised) == 3
+
+    def raise_one(pid: int, _: int) -> bool:
+        nonlocal is_permitted
+        if is_permitted:
+            raised.append(pid)
+        was_permitted, is_permitted = is_permitted, False
+        return was_permitted
+
+    monkeypatch.setattr(priority.psutil, "Process", lambda: leaders[0])
+    monkeypatch.setattr(priority.os, "getsid", lambda pid: pid)
+    monkeypatch.setattr(priority, "raise_session", raise_one)
+    priority._raise_sessions(-5, Mock(wait=begin_pass))
+    assert sorted(raised) == [1, 2, 3]
+
+
+def test_an_error_of_a_job_without_permission_is_not_linked_to_the_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    niceness = os.nice(0)
+
+    def refuse(increment: int) -> int:
+        if increment:
+            raise PermissionError
+        return niceness
+
+    monkeypatch.setattr(priority.os, "nice", refuse)
+    with pytest.raises(KeyError) as raised, priority.raised_priority(-5) as nice:
+        assert nice == niceness
+        raise KeyError
+    assert raised.value.__context__ is None
 
 
 def test_a_small_disk_can_be_filled_and_freed(tmp_path: Path) -> None:

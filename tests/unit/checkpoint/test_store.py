@@ -175,7 +175,20 @@ def test_a_new_run_sets_a_tracker_of_nonsense_aside(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_in_the_place_of_the_tracker_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
-    with pytest.raises(UserError, match="holds no step number"):
-        CheckpointStore(tmp_path).latest()
+def test_a_folder_in_the_place_of_the_tracker_is_refused_and_a_new_run_sets_it_aside(
+    tmp_path: Path,
+) -> None:
+    store, tracker = CheckpointStore(tmp_path), tmp_path / "latest_checkpointed_iteration.txt"
+    write(store, 2)
+    tracker.unlink()
+    tracker.mkdir()
+    (tracker / "note").write_text("kept")
+    with pytest.raises(UserError, match="holds no step number.*trainer.resume_mode=disable"):
+        store.latest()
+    store.set_aside(tmp_path / "before", after_step=-1)
+    assert store.latest() is None
+    aside = CheckpointStore(tmp_path / "before").latest()
+    assert aside == open_checkpoint(tmp_path / "before" / "global_step_2")
+    assert (tmp_path / "before" / f"{tracker.name}.folder" / "note").read_text() == "kept"
+    write(store, 1)
+    assert store.latest() == open_checkpoint(tmp_path / "global_step_1")

@@ -8,6 +8,7 @@ import random
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -140,8 +141,12 @@ WRONG = {
     "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
     "none": (row_of(None), {}, "has an empty picture; a picture is bytes"),
     "empty": (row_of({"bytes": b"", "path": None}), {}, "has an empty picture; a picture is bytes"),
-    "half": (row_of(damaged()), {}, "has a picture that is damaged .*truncated"),
-    "half a jpeg": (row_of(damaged_in_the_middle()), {}, "has a picture that is damaged .*truncat"),
+    "half": (row_of(damaged()), {}, "has a picture .number 1. that is damaged .*truncated"),
+    "half a jpeg": (
+        row_of(png(), damaged_in_the_middle()),
+        {},
+        "has a picture .number 2. that is damaged .*truncat",
+    ),
     "narrow": (row_of(png(805, 4)), {}, "has a picture of 805 x 4 pixels, narrower than 1 to 200"),
     "videos": ({**row_of(), "videos": ["a.mp4"]}, {}, "has videos, and tandem reads pictures only"),
     "long": (
@@ -187,7 +192,7 @@ def test_VL12_too_many_pictures_and_huge_ones(  # noqa: N802
     ("picture", "values", "message"),
     [
         (png(), {"truncation": "left"}, "has pictures, which data.truncation=left could cut"),
-        (damaged(), {}, "has a picture that is damaged"),
+        (damaged(), {}, "has a picture .number 1. that is damaged"),
         (b"hello", {}, "has a picture .number 1. that is no picture file"),
         (png(), {"max_length": 12}, "has 2. tokens, .*lower data.mm_processor_kwargs.max_pixels"),
     ],
@@ -217,6 +222,36 @@ def test_VL12_a_picture_that_is_damaged_after_the_start_is_named_when_it_is_draw
     path.write_bytes(damaged())
     with pytest.raises(UserError, match="row 1 of data.train_files: a picture .* is damaged"):
         open_source(entries, DataConfig(train_batch_size=2), total_epochs=1).draw(2)
+
+
+def test_the_search_for_damaged_pictures_ends_after_a_time_and_says_how_many_it_decoded(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tandem.data.seeing")
+    load([row_of(png(), png()), row_of(), row_of(png())], codec)
+    assert caplog.messages == [
+        "data.train_files: looking for damaged pictures, for at most 30 s",
+        "data.train_files: 3 of 3 pictures were decoded, and none of them is damaged",
+    ]
+    caplog.clear()
+    monkeypatch.setattr("tandem.data.seeing.CHECK_S", 0.0)
+    load([row_of(png()), row_of(damaged())], codec, max_prompt_length=100)
+    assert caplog.messages[1] == (
+        "data.train_files: 0 of 2 pictures were decoded, and none of them is damaged"
+    )
+    caplog.clear()
+    load([row_of()], codec)
+    assert not caplog.messages
+
+
+def test_decoding_on_threads_leaves_the_warnings_of_the_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "picture.png").write_bytes(png())
+    sources = measure([png(), tmp_path / "picture.png"], RULE, first_id=512, place="row 0")
+    monkeypatch.setattr("warnings.catch_warnings", Mock(side_effect=AssertionError))
+    for source in sources:
+        assert source.damage() == "" and source.read().rows == 3
 
 
 def test_pictures_of_a_batch_are_decoded_at_once_and_come_in_order(

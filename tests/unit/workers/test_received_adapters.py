@@ -5,6 +5,7 @@ the adapters alone (L10), and the reference is over the same base (L4).
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -116,8 +117,22 @@ def test_processes_that_read_other_frozen_weights_are_told_apart(
         require_same_base(_spec(tmp_path / "other", *keys), store, host="host_other")
     message = str(caught.value)
     assert message.startswith(f"actor_rollout_ref.model.path='{tmp_path / 'other'}': ")
-    assert f"on host_other it has other weights than host_one:{tmp_path / 'one'}" in message
+    assert "on host_other it has other weights, another config.json, or files of other" in message
+    assert f"names or sizes than host_one:{tmp_path / 'one'}, and" in message
     assert f"each process reads {part} from its own disk" in message
+
+
+def test_a_folder_with_another_config_is_told_apart_and_the_message_names_it(
+    tmp_path: Path,
+) -> None:
+    write_policy(tmp_path / "one", "qwen3_vl")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "note": "edited"}))
+    store = HashStore()
+    require_same_base(_spec(tmp_path / "one", *FROZEN), store, host="host_one")
+    with pytest.raises(UserError, match=r"on host_other it has .*another config\.json"):
+        require_same_base(_spec(tmp_path / "other", *FROZEN), store, host="host_other")
 
 
 def test_weights_that_are_all_sent_may_differ_on_disk(tmp_path: Path) -> None:
