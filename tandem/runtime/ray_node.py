@@ -123,7 +123,6 @@ class RayNode:
         """
         given = _ANY_WORKER_PORTS | dict(options)
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
-        self._vital = select.poll()
         self._vital_fds: list[int] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
         self.process = subprocess.Popen(
@@ -157,12 +156,13 @@ class RayNode:
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if child.name() in _VITAL:
-                    descriptor = os.pidfd_open(child.pid)
-                    self._vital_fds.append(descriptor)
-                    self._vital.register(descriptor, select.POLLIN)
+                    self._vital_fds.append(os.pidfd_open(child.pid))
 
     def _has_lost_process(self) -> bool:
-        return bool(self._vital.poll(0))
+        vital = select.poll()  # a call's own: several threads ask, and a poll object serves one
+        for descriptor in tuple(self._vital_fds):
+            vital.register(descriptor, select.POLLIN)
+        return bool(vital.poll(0))
 
     def close(self) -> None:
         """End all processes at once; idempotent."""

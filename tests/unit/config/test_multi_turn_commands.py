@@ -47,7 +47,9 @@ def test_m8_an_example_of_each_version_is_planned(tmp_path: Path, task: str, ver
 
 def test_m8_yaml_files_of_search_name_a_form_of_calls_that_no_version_has(tmp_path: Path) -> None:
     words = words_of("search", "0.8", tmp_path)
-    with pytest.raises(UserError, match="format='qwen': must be one of auto, hermes.* Set .*format=herm"):
+    with pytest.raises(
+        UserError, match="format='qwen': must be one of auto, hermes.* Set .*format=herm"
+    ):
         parse(["--elsewhere", *words[: words.index(f"{TURNS}.format=hermes")]])
 
 
