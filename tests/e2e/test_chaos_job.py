@@ -7,9 +7,9 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,8 +153,13 @@ def test_the_sessions_of_the_job_are_raised(tmp_path: Path) -> None:
 def test_each_session_is_raised_once_though_linux_permits_only_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    leaders = [Mock(pid=pid) for pid in (1, 2, 3)]
-    leaders[0].children.return_value = leaders[1:]
+    @dataclass(frozen=True)
+    class Leader:
+        pid: int
+
+        def children(self, *, recursive: bool) -> list[Leader]:
+            return [Leader(2), Leader(3)] if recursive else []
+
     is_permitted, raised = True, list[int]()
 
     def begin_pass(_: float) -> bool:
@@ -169,10 +174,10 @@ def test_each_session_is_raised_once_though_linux_permits_only_one_at_a_time(
         was_permitted, is_permitted = is_permitted, False
         return was_permitted
 
-    monkeypatch.setattr(priority.psutil, "Process", lambda: leaders[0])
+    monkeypatch.setattr(priority.psutil, "Process", lambda: Leader(1))
     monkeypatch.setattr(priority.os, "getsid", lambda pid: pid)
     monkeypatch.setattr(priority, "raise_session", raise_one)
-    priority._raise_sessions(-5, Mock(wait=begin_pass))
+    priority._raise_sessions(-5, SimpleNamespace(wait=begin_pass))
     assert sorted(raised) == [1, 2, 3]
 
 

@@ -8,7 +8,6 @@ import random
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -249,7 +248,7 @@ def test_decoding_on_threads_leaves_the_warnings_of_the_process_alone(
 ) -> None:
     (tmp_path / "picture.png").write_bytes(png())
     sources = measure([png(), tmp_path / "picture.png"], RULE, first_id=512, place="row 0")
-    monkeypatch.setattr("warnings.catch_warnings", Mock(side_effect=AssertionError))
+    monkeypatch.delattr("warnings.catch_warnings")
     for source in sources:
         assert source.damage() == "" and source.read().rows == 3
 

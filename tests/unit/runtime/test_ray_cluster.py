@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import time
-from unittest.mock import Mock
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -41,6 +43,13 @@ def test_signals_end_what_blocks_the_main_thread_of_an_event_loop(
     assert noted == [number], "afterwards it is the loop's matter again"
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
 KEYS = {"include_dashboard": True, "nonsense": 1}
 """An argument for ``ray start``, and one for ray.init."""
 
@@ -70,7 +79,7 @@ KEYS = {"include_dashboard": True, "nonsense": 1}
 def test_a_ray_that_does_not_start_is_one_line_and_the_run_may_start_again(
     error: RayNodeError, given: dict[str, object], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "start_head", Mock(side_effect=error))
+    monkeypatch.setattr(ray_cluster, "start_head", raising(error))
     plan = ClusterPlan("local", ClusterSettings(1, 2, ray_init=given))
     with pytest.raises(RunFailure) as raised:
         start_ray(ray, plan, devices=list, token="")
@@ -81,7 +90,7 @@ def test_an_option_that_ray_does_not_accept_is_an_error_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     error = RayNodeError("Error: No such option: --x", is_usage=True)
-    monkeypatch.setattr(ray_cluster, "start_head", Mock(side_effect=error))
+    monkeypatch.setattr(ray_cluster, "start_head", raising(error))
     plan = ClusterPlan("local", ClusterSettings(1, 2, ray_init=KEYS))
     with pytest.raises(UserError, match=r"^ray_kwargs.ray_init=.*: Error: No such option: --x\. "):
         start_ray(ray, plan, devices=list, token="")
@@ -104,12 +113,15 @@ def test_a_run_that_cannot_connect_to_its_own_ray_ends_it_and_fails_in_one_line(
     kind: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    node, library = Mock(), Mock()
-    library.init.side_effect = error
-    monkeypatch.setattr(ray_cluster, "start_head", Mock(return_value=(node, "address")))
+    closed: list[str] = []
+    node = SimpleNamespace(close=lambda: closed.append("node"))
+    library: Any = SimpleNamespace(
+        init=raising(error), util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    )
+    monkeypatch.setattr(ray_cluster, "start_head", lambda *_, **__: (node, "address"))
     settings = ClusterSettings(1, 2, ray_init=given)
     for plan in (ClusterPlan("local", settings), ClusterPlan("head", settings, "127.0.0.1:1")):
         with pytest.raises((RunFailure, UserError), match="ray client") as raised:
             start_ray(library, plan, devices=list, token="")
         assert type(raised.value) is kind and "\n" not in str(raised.value)
-    assert node.close.call_count == 2
+    assert closed == ["node", "node"]
