@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -177,7 +178,8 @@ def test_each_session_is_raised_once_though_linux_permits_only_one_at_a_time(
     monkeypatch.setattr(priority.psutil, "Process", lambda: Leader(1))
     monkeypatch.setattr(priority.os, "getsid", lambda pid: pid)
     monkeypatch.setattr(priority, "raise_session", raise_one)
-    priority._raise_sessions(-5, SimpleNamespace(wait=begin_pass))
+    over: Any = SimpleNamespace(wait=begin_pass)
+    priority._raise_sessions(-5, over)
     assert sorted(raised) == [1, 2, 3]
 
 
