@@ -51,6 +51,7 @@ CORE = MappingProxyType(
         "httpx": "requests to the model hub",
         "h11": "the endpoint that agents call",
         "websockets": "environments of OpenEnv",
+        "regex": "calls by response templates",
         "pillow": "pictures of the data",
         "huggingface-hub": "its cache, downloads from it",
         "markupsafe": "the report",

@@ -99,7 +99,7 @@ def test_a_row_with_pictures_becomes_a_prompt_with_ids_of_its_own(
     rows.append({**row_of(png(8, 8)), "prompt": [{"role": "user", "content": parts}]})
     first, text, image, listed = (entry.as_draw(i) for i, entry in enumerate(load(rows, codec)))
     told = "data.train_files: 4 pictures of 3 tokens in the mean, the largest of 9"
-    assert caplog.messages[0] == told
+    assert told in caplog.messages
     assert [(p.first_id, p.rows, p.columns) for p in first.pictures] == [(512, 3, 3), (521, 1, 2)]
     ids = list(first.token_ids)
     start = ids.index(512)
@@ -228,15 +228,16 @@ def test_the_search_for_damaged_pictures_ends_after_a_time_and_says_how_many_it_
 ) -> None:
     caplog.set_level("INFO", logger="tandem.data.seeing")
     load([row_of(png(), png()), row_of(), row_of(png())], codec)
-    assert caplog.messages == [
+    assert [message for message in caplog.messages if "damaged" in message] == [
         "data.train_files: looking for damaged pictures, for at most 30 s",
         "data.train_files: 3 of 3 pictures were decoded, and none of them is damaged",
     ]
     caplog.clear()
     monkeypatch.setattr("tandem.data.seeing.CHECK_S", 0.0)
     load([row_of(png()), row_of(damaged())], codec, max_prompt_length=100)
-    assert caplog.messages[1] == (
+    assert (
         "data.train_files: 0 of 2 pictures were decoded, and none of them is damaged"
+        in caplog.messages
     )
     caplog.clear()
     load([row_of()], codec)
