@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.weight_sync.plan import Route
-from tandem.weight_sync.transport import make_transports
+from tandem.weight_sync.transport import Transport, make_transports
 from tandem.weight_sync.transport_choice import Endpoint
 
 CPU = torch.device("cpu")
@@ -29,11 +29,12 @@ def test_users_are_warned_where_flagcx_is_passed_over(
     ]
     store, route = HashStore(), Route(0, (1, 2))
 
-    def make(rank: int) -> None:
+    # Whoever is done keeps its groups until the last has formed its own.
+    def make(rank: int) -> dict[Route, Transport]:
         def form(name: str, members: tuple[int, ...], **_: object) -> Group:
             return form_group(store, GroupPlace(name, members, rank, CPU, timeout_s=10))
 
-        make_transports(
+        return make_transports(
             [route],
             endpoints,
             wanted=[None] * 3,
