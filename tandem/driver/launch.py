@@ -320,14 +320,7 @@ def fitted(
     if model.decoder_config is None:
         require_whole_layers(site.config, site.placement, family=model.hf_config["model_type"])
     if isinstance(site.config, RunConfig):
-        generates = site.platforms[site.placement.pool_of("generate").name]
-        key = f"{site.model.key}={str(model.path)!r}"
-        require_kernels(model.decoder_config, generates, key=key)
-        rollout = site.config.actor_rollout_ref.rollout
-        require_quantization(rollout, model.decoder_config, platform=generates)
-        require_recording(rollout, model.decoder_config, platform=generates)
-        has_decoder = model.decoder_config is not None
-        require_recorded_scores(site.config, has_decoder=has_decoder)
+        _require_generation(site, site.config, model)
     if site.is_mixed:
         return site
     for task, own in site.model.of_task.items():
@@ -357,6 +350,16 @@ def fitted(
     if has_pages and isinstance(site.config, RunConfig):
         require_cache(site.config, sizes, available_bytes=available_bytes)
     return site
+
+
+def _require_generation(site: RunSite, config: RunConfig, model: ModelFolder) -> None:
+    """Raise UserError where the devices that generate cannot compute what the run asks of them."""
+    platform = site.platforms[site.placement.pool_of("generate").name]
+    rollout, decoder = config.actor_rollout_ref.rollout, model.decoder_config
+    require_kernels(decoder, platform, key=f"{site.model.key}={str(model.path)!r}")
+    require_quantization(rollout, decoder, platform=platform)
+    require_recording(rollout, decoder, platform=platform)
+    require_recorded_scores(config, has_decoder=decoder is not None)
 
 
 def _with_memory_keys(
