@@ -205,7 +205,7 @@ def make_parts(
         runtime=InProcessRuntime(),
         engines=Engines(trainer, InstantRollout(), None, trainer),
         source=make_source(options, config, codec=codec),
-        validation_prompts=[],
+        validation_prompts=list,
         codec=codec,
         rewards=rewards,
         store=CheckpointStore(run_folder, max_to_keep=None),

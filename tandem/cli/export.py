@@ -43,17 +43,23 @@ def run(arguments: Sequence[str]) -> int:
             remedy="Leave --critic out, or train one with algorithm.adv_estimator=gae.",
         )
     require_whole(checkpoint, use="export {folder}")
-    if options.base is not None and not is_adapter_folder(folder):
-        raise UserError(
-            "--base",
-            str(options.base),
-            rule=f"{folder} has all weights, and no adapters to merge into a base",
-            remedy="Leave --base out.",
-        )
+    if not is_adapter_folder(folder):
+        require_no_base(folder, options.base)
     with _removed_on_failure(output):
         write_model(folder, output, base=options.base, dtype=dtype)
     print(output)
     return 0
+
+
+def require_no_base(folder: Path, base: Path | None) -> None:
+    """Raise UserError if a base is given for a folder that has all weights."""
+    if base is not None:
+        raise UserError(
+            "--base",
+            str(base),
+            rule=f"{folder} has all weights, and no adapters to merge into a base",
+            remedy="Leave --base out.",
+        )
 
 
 @contextmanager

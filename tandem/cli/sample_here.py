@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.api import EngineFailure
-from tandem.cli.export import write_model
+from tandem.cli.export import require_no_base, write_model
 from tandem.cli.sample import SampleRequest
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.data.files import RowFault
@@ -92,9 +92,11 @@ def _open(folder: ModelFolder, platform: Platform) -> LanguageModel:
 def _hugging_face_folder(model: str, *, base: Path | None) -> Generator[str, None, None]:
     """Yield a model in the form of Hugging Face; merge adapters and shards in a temporary one."""
     folder = Path(model)
-    if not is_adapter_folder(folder) and not (folder / SHARDED_FILE).is_file():
-        yield model
-        return
+    if not is_adapter_folder(folder):
+        require_no_base(folder, base)
+        if not (folder / SHARDED_FILE).is_file():
+            yield model
+            return
     with TemporaryDirectory(prefix="tandem-sample-") as temporary:
         write_model(folder, Path(temporary), base=base)
         yield temporary

@@ -325,16 +325,32 @@ def _data_of(picture: Any) -> bytes | Path:
     if isinstance(picture, bytes) and picture:
         return picture
     if isinstance(picture, str) and picture:
-        return Path(picture.removeprefix("file://")).expanduser()
+        return _path_of(picture)
     if picture is None or isinstance(picture, Mapping | bytes | str):
         raise RowFault(f"has an empty picture; {_FORMS}")
     raise RowFault(f"has a picture that is {type(picture).__name__}; {_FORMS}")
 
 
+def _path_of(text: str) -> Path:
+    """Return the path that a text names. Raise RowFault if there is no such file."""
+    scheme, colon, _ = text.partition(":")
+    if colon and scheme in ("data", "http", "https"):
+        raise RowFault(f"has a picture that is a URL ({_shortened(text)}); {_FORMS}")
+    try:
+        path = Path(text.removeprefix("file://")).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null character
+        pass
+    raise RowFault(f"names a picture that is missing ({_shortened(text)})", "Correct the path.")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _sides_of(data: bytes | Path, number: int) -> tuple[int, int]:
     """Return width and height in pixels, from the header."""
-    if isinstance(data, Path) and not data.is_file():
-        raise RowFault(f"names a picture that is missing ({data})", "Correct the path.")
     try:
         # This changes the warnings of all threads; pictures are measured before others read any.
         with warnings.catch_warnings():

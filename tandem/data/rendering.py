@@ -261,7 +261,7 @@ class PromptReader:
                 raise self._source.fault(refused, RowFault(str(error))) from error
             rendered.update(zip(chats, of_alike, strict=True))
         texts = [
-            row.messages if isinstance(row.messages, str) else rendered[index]
+            rendered[index] if index in rendered else self._plain_text(row)
             for index, row in enumerate(rows)
         ]
         for row, text in zip(rows, texts, strict=True):
@@ -271,6 +271,11 @@ class PromptReader:
                 fault = RowFault(f"has a prompt that is no text ({error})")
                 raise self._source.fault(row.row, fault) from error
         return texts
+
+    def _plain_text(self, row: PromptRow) -> str:
+        text = row.messages if self._seen is None else self._seen.chats[row.row]
+        assert isinstance(text, str), "a chat is rendered"
+        return text
 
 
 def chunks(rows: Sequence[PromptRow]) -> Iterator[Sequence[PromptRow]]:

@@ -147,7 +147,11 @@ def _expanded(example: SftExample, seen: RowPictures) -> SftExample:
 def _prompt_and_response(
     row: Row, config: SftDataConfig, *, codec: TextCodec, mark: Mark
 ) -> list[TextPiece]:
-    prompt = mark(_field(row, config.prompt_key, dict_keys=config.prompt_dict_keys))
+    prompt = _field(row, config.prompt_key, dict_keys=config.prompt_dict_keys)
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        rule = "has a prompt that is neither text nor a list of {role, content}"
+        raise RowFault(rule)
+    prompt = mark(prompt)
     response = _field(row, config.response_key, dict_keys=config.response_dict_keys)
     if not isinstance(response, str):
         rule = f"has under {config.response_key!r} a response that is not text"
@@ -156,9 +160,6 @@ def _prompt_and_response(
     if isinstance(prompt, str) and not codec.has_chat_template:
         return [TextPiece(prompt, carries_loss=False, plain=True), answer]
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not is_chat(chat):
-        rule = "has a prompt that is neither text nor a list of {role, content}"
-        raise RowFault(rule)
     return [TextPiece(_render(chat, codec, generation_prompt=True), carries_loss=False), answer]
 
 

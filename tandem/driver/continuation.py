@@ -7,7 +7,12 @@ import logging
 from collections.abc import Sequence
 
 from tandem.checkpoint.store import Checkpoint
-from tandem.config.check.continuation import ANOTHER_EXPERIMENT, Change, changed_settings
+from tandem.config.check.continuation import (
+    ANOTHER_EXPERIMENT,
+    SAME_TRAINED,
+    Change,
+    changed_settings,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -29,6 +34,15 @@ def require_same_experiment(
         logger.warning("%s has no configuration to compare with this one", checkpoint.folder)
         return ()
     changes = changed_settings(config, earlier)
+    untrained = [change for change in changes if change.key in SAME_TRAINED]
+    if untrained and not trainer.val_only:
+        raise UserError(
+            untrained[0].key,
+            rule=f"{checkpoint.folder} was trained with {untrained[0].before} and not with "
+            f"{untrained[0].after}; its optimizer has the state of other weights",
+            remedy="Set it back, or start anew from these weights: trainer.resume_mode=disable and "
+            f"actor_rollout_ref.model.path={checkpoint.folder / 'actor'}.",
+        )
     others = [change for change in changes if change.key in ANOTHER_EXPERIMENT]
     if others and trainer.resume_mode != "resume_path" and not trainer.val_only:
         raise UserError(

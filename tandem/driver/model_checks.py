@@ -101,9 +101,10 @@ def length_warnings(model: TrainedModel, hf_config: Mapping[str, Any]) -> tuple[
         UserError: the keys replace a number of positions that the model's rotary scaling reads.
     """
     replaced = model.config.override_config.max_position_embeddings
-    scaling = next((hf_config[key] for key in _SCALING_KEYS if hf_config.get(key)), {})
+    own = text_part(hf_config)
+    scaling = next((own[key] for key in _SCALING_KEYS if own.get(key)), {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if replaced is not None and kind != "default":
+    if replaced is not None and kind not in ("default", "mrope"):
         key = f"{model.key.removesuffix('path')}override_config.max_position_embeddings"
         raise UserError(
             key,
@@ -112,10 +113,8 @@ def length_warnings(model: TrainedModel, hf_config: Mapping[str, Any]) -> tuple[
             remedy="Leave the key out, or change config.json in a copy of the model's folder.",
         )
     if replaced is not None:
-        hf_config = {**hf_config, "max_position_embeddings": replaced}
-    return position_warnings(
-        hf_config, model.max_tokens, keys=model.max_tokens_key, model=model.name
-    )
+        own = {**own, "max_position_embeddings": replaced}
+    return position_warnings(own, model.max_tokens, keys=model.max_tokens_key, model=model.name)
 
 
 def require_known_tokens(

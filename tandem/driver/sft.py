@@ -93,7 +93,7 @@ async def _open_loop(
         engine=engine,
         num_devices=run.site.num_devices,
         source=prepared.source,
-        validation=draw_by_row(validation),
+        validation=partial(draw_by_row, validation),
         store=run.start.store,
         codec=prepared.codec,
         sinks=sinks,

@@ -260,7 +260,7 @@ def _assemble(
         runtime=run.runtime,
         engines=running.engines,
         source=prepared.source,
-        validation_prompts=draw_by_row(validation),
+        validation_prompts=partial(draw_by_row, validation),
         codec=codec,
         rewards=rewards,
         store=start.store,
@@ -296,6 +296,7 @@ def _sizes_of(config: DecoderConfig, *, adapters: Adapters | None) -> ModelSizes
         vocabulary=config.vocab_size,
         tied=config.tie_embeddings,
         experts=config.experts,
+        tower=0 if config.vision is None else config.vision.num_parameters,
         latent=config.latent,
     )
     if adapters is None:

@@ -213,17 +213,17 @@ def _rope_config(hf_config: HfConfig, head_dim: int, *, traits: _Traits) -> Rope
     parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
     theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or traits.theta
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    family = seeing_family(hf_config)
-    if family is not None and kind in ("default", "mrope"):
+    family, axes = seeing_family(hf_config), None
+    if family is not None:
+        kind = "default" if kind == "mrope" else kind
         named = parameters.get("mrope_section")
-        sections = family.sections if named is None else named
-        return RopeConfig(theta, axes=_axes(family, sections, head_dim=head_dim))
+        axes = _axes(family, family.sections if named is None else named, head_dim=head_dim)
     share = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if share is not None and traits.rotary_share is None:
         return None
     share = share or traits.rotary_share or 1.0
     if kind == "default":
-        return RopeConfig(theta, share=share)
+        return RopeConfig(theta, axes=axes, share=share)
     if kind not in _SCALINGS:
         return None
     longest = require_size(hf_config, "max_position_embeddings")
@@ -232,7 +232,7 @@ def _rope_config(hf_config: HfConfig, head_dim: int, *, traits: _Traits) -> Rope
     ) or parameters.get("original_max_position_embeddings", longest)
     parameters["max_position_embeddings"] = longest
     try:
-        return RopeConfig(theta, _SCALINGS[kind](parameters), share=share)
+        return RopeConfig(theta, _SCALINGS[kind](parameters), axes=axes, share=share)
     except KeyError as error:
         raise UserError(
             "config.json: rope_parameters",

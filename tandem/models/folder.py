@@ -144,6 +144,14 @@ def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> Model
         UserError: our decoder does not compute the model, no module is adapted, or the adapters of
             a folder are of another base.
     """
+    if folder.decoder_config is None and folder.hf_config.get("quantization_config"):
+        raise UserError(
+            folder.key,
+            str(folder.path),
+            rule="adapters over quantized weights (see quantization_config in config.json) are "
+            "not built",
+            remedy="Use the model with its weights in bf16, fp16 or fp32.",
+        )
     if folder.decoder_config is None:
         model_type = folder.hf_config["model_type"]
         raise UserError(

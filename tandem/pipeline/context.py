@@ -70,6 +70,7 @@ class RunContext:
     """The collaborators of a run.
 
     Attributes:
+        validation_prompts: draws the prompts of a validation, whose pictures are decoded then.
         preferred_tokens: the micro-batch size that the platform computes fastest; None if unknown.
         clock: returns seconds; only differences are used.
         allocated_bytes, reserved_bytes: return the peaks of the device allocator.
@@ -85,7 +86,7 @@ class RunContext:
     runtime: Runtime
     engines: Engines
     source: PromptSource
-    validation_prompts: Sequence[Prompt]
+    validation_prompts: Callable[[], Sequence[Prompt]]
     codec: Codec
     rewards: Rewards
     store: Store

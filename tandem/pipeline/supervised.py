@@ -40,7 +40,7 @@ class SupervisedContext:
     engine: TrainEngine
     num_devices: int
     source: SftSource
-    validation: Sequence[TrainSequence]
+    validation: Callable[[], Sequence[TrainSequence]]
     store: CheckpointStore
     codec: TextCodec
     sinks: Sequence[MetricSink]
@@ -162,7 +162,7 @@ class SupervisedLoop:
 
     async def _validate(self) -> dict[str, float]:
         """Return the token-mean loss over the validation rows, {} without rows."""
-        sequences = self._context.validation
+        sequences = self._context.validation()
         engine, runtime = self._context.engine, self._context.runtime
         if not sequences:
             return {}

@@ -63,7 +63,7 @@ class Validator:
         self._flow.pin()
         context = self._context
         num_samples = context.config.actor_rollout_ref.rollout.val_kwargs.n
-        prompts, sampling = context.validation_prompts, validation_sampling(context)
+        prompts, sampling = context.validation_prompts(), validation_sampling(context)
         requests = validation_requests(prompts, num_samples, sampling=sampling)
         answers = self._player.start(prompts, requests)
         scoring = [

@@ -236,7 +236,7 @@ def _context(
         runtime=SimulatedRuntime(),
         engines=_engines(config, times, setup=setup),
         source=source,
-        validation_prompts=[_prompt(row) for row in range(setup.num_validation_rows)],
+        validation_prompts=lambda: [_prompt(row) for row in range(setup.num_validation_rows)],
         codec=harness,
         rewards=harness,
         store=harness if setup.store is None else setup.store,

@@ -95,6 +95,10 @@ def test_VL10_a_frozen_tower_stays_as_it_is(family: str, files: Any, tmp_path: P
     kept = {name for name in trained if torch.equal(trained[name], start[name])}
     assert {name for name in start if "visual." in name} <= kept
     assert not any(name.endswith("down_proj.weight") and "layers" in name for name in kept)
+    with pytest.raises(
+        UserError, match="freeze_vision_tower: .*global_step_1 was trained with True"
+    ):
+        run(settings(files, tmp_path, path, "trainer.resume_mode=auto"))
 
 
 REFUSED = {
@@ -123,6 +127,10 @@ def test_adapters_of_the_text_are_trained_and_saved_alone(files: Any, tmp_path: 
     steps = [line for line in metrics_of(tmp_path / "whole") if "actor/kl_loss" in line]
     assert all(line["training/rollout_probs_diff_max"] < 1e-5 for line in steps)
     assert steps[-1]["actor/kl_loss"] > 0
+    saved = tmp_path / f"whole/global_step_{len(steps)}/actor"
+    start = f"actor_rollout_ref.model.lora_adapter_path={saved}"
+    further = run(settings(files, tmp_path / "further", rank, start))
+    assert further.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

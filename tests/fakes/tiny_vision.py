@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ _VISION = {
 }
 
 
-def hf_config(family: str, *, tied: bool = False) -> Any:
-    """Return transformers' config of a tiny model."""
+def hf_config(family: str, *, tied: bool = False, scaling: Mapping[str, Any] | None = None) -> Any:
+    """Return transformers' config of a tiny model, with keys of a ``scaling`` of positions."""
     if family == "qwen2_5_vl":
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
         vision = {**_VISION, "fullatt_block_indexes": [1], "window_size": 16}
-        text = {**_TEXT, "rope_parameters": rope}
+        text = dict(_TEXT)
         kind = transformers.Qwen2_5_VLConfig
     else:
         rope = {
@@ -62,20 +63,22 @@ def hf_config(family: str, *, tied: bool = False) -> Any:
             "rope_theta": 5e6,
         }
         vision = {**_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36}
-        text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
+        text = {**_TEXT, "head_dim": 16}
         kind = transformers.Qwen3VLConfig
-    text = {**text, "tie_word_embeddings": tied}
+    text = {**text, "tie_word_embeddings": tied, "rope_parameters": {**rope, **(scaling or {})}}
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=tied, **TOKENS)
 
 
-def write_seeing(family: str, folder: Path, *, tied: bool = False) -> Any:
+def write_seeing(
+    family: str, folder: Path, *, tied: bool = False, scaling: Mapping[str, Any] | None = None
+) -> Any:
     """Write a model of random weights into ``folder``, and return it in transformers' form."""
     torch.manual_seed(0)
     kinds = {
         "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
         "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
     }
-    model = kinds[family](hf_config(family, tied=tied)).to(torch.float32).eval()
+    model = kinds[family](hf_config(family, tied=tied, scaling=scaling)).to(torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -36,6 +36,7 @@ class ModelSizes:
         adapters: the number of parameters of adapters, which are then the only trained ones; 0
             trains all weights.
         tower: the number of parameters of the vision tower; 0 for models of text.
+        has_frozen_tower: whether the tower is not trained and each device holds it whole.
         latent: the sizes of latent attention; None for ordinary attention.
     """
 
@@ -51,6 +52,7 @@ class ModelSizes:
     experts: ExpertConfig | None = None
     tower: int = 0
     latent: LatentConfig | None = None
+    has_frozen_tower: bool = False
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
@@ -185,7 +187,12 @@ class ModelSizes:
     @property
     def num_trained(self) -> int:
         """The number of trained parameters."""
-        return self.adapters or self.num_parameters
+        return self.adapters or self.num_parameters - self.frozen_tower
+
+    @property
+    def frozen_tower(self) -> int:
+        """The number of parameters of a vision tower that each device holds whole."""
+        return self.tower if self.has_frozen_tower else 0
 
     @property
     def cache_numbers_per_token(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from tandem.errors import UserError
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILE = "processor_config.json"
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -234,14 +235,23 @@ def read_normalisation(folder: Path) -> tuple[Rgb, Rgb] | None:
 
 
 def read_preprocessor(folder: Path) -> Mapping[str, Any]:
-    """Return the content of preprocessor_config.json; {} if there is none.
+    """Return the settings for pictures of a model's folder; {} if there are none.
+
+    They are ``preprocessor_config.json``, or the part ``image_processor`` of
+    ``processor_config.json``, where transformers 5 saves them.
 
     Raises:
         UserError: the file is not a mapping in JSON.
     """
-    path = folder / PREPROCESSOR_FILE
-    if not path.is_file():
+    if (folder / PREPROCESSOR_FILE).is_file():
+        return _read_mapping(folder / PREPROCESSOR_FILE)
+    if not (folder / PROCESSOR_FILE).is_file():
         return {}
+    part = _read_mapping(folder / PROCESSOR_FILE).get("image_processor")
+    return cast(dict[str, Any], part) if isinstance(part, dict) else {}
+
+
+def _read_mapping(path: Path) -> Mapping[str, Any]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -251,7 +261,7 @@ def read_preprocessor(folder: Path) -> Mapping[str, Any]:
     raise UserError(
         str(path),
         rule="it cannot be read as a mapping in JSON",
-        remedy=f"Use the {PREPROCESSOR_FILE} that belongs to the weights.",
+        remedy=f"Use the {path.name} that belongs to the weights.",
     )
 
 

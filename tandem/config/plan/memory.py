@@ -107,14 +107,18 @@ class _Model:
 
     @property
     def held_parameters(self) -> int:
-        """The number of parameters on one device between passes, without adapters.
+        """The number of parameters on one device between passes, without adapters and a frozen
+        vision tower.
 
-        Tensor parallelism does not divide experts; expert parallelism does.
+        Tensor parallelism divides neither experts nor a tower; expert parallelism divides experts.
         """
         sizes, ranks = self.sizes, self.ranks
         routed = sizes.num_expert_layers * sizes.routed_layer_parameters
-        others = (sizes.num_parameters - routed) // (ranks.tensor_parallel * ranks.num_shards)
-        return others + routed // (ranks.expert_parallel * ranks.num_expert_shards)
+        tower = sizes.tower - sizes.frozen_tower
+        others = sizes.num_parameters - sizes.tower - routed
+        others //= ranks.tensor_parallel * ranks.num_shards
+        routed //= ranks.expert_parallel * ranks.num_expert_shards
+        return others + tower // ranks.num_shards + routed
 
     @property
     def held_trained(self) -> int:
@@ -125,14 +129,18 @@ class _Model:
 
     @property
     def held_base(self) -> int:
-        """The bytes of the frozen base of adapters between passes; 0 if all weights are trained."""
-        return self.computed * self.held_parameters if self.sizes.adapters else 0
+        """The bytes of frozen weights of a model in training between passes: a vision tower and
+        the base of adapters.
+        """
+        base = self.held_parameters if self.sizes.adapters else 0
+        return self.computed * (base + self.sizes.frozen_tower)
 
     @property
     def held_frozen(self) -> int:
         """The bytes of frozen weights between passes."""
         is_offloaded = self.config.param_offload or self.config.offload_policy
-        return 0 if is_offloaded else self.computed * self.held_parameters
+        held = self.held_parameters + self.sizes.frozen_tower
+        return 0 if is_offloaded else self.computed * held
 
     @property
     def visiting(self) -> int:
@@ -174,7 +182,9 @@ class _Model:
             return self.visiting + (self.computed + self.stored) * largest
         sizes, ranks = self.sizes, self.ranks
         routed = sizes.num_expert_layers * sizes.routed_layer_parameters
-        whole = (sizes.num_parameters - routed) // split + routed // ranks.expert_parallel
+        tower = sizes.tower - sizes.frozen_tower
+        whole = (sizes.num_parameters - sizes.tower - routed) // split + tower
+        whole += routed // ranks.expert_parallel
         trained = sizes.adapters // split if sizes.adapters else whole
         summed = self.computed * (whole + sizes.adapters // split)
         return summed + BYTES["float32"] * trained + self.computed * largest
@@ -210,9 +220,11 @@ def plan_memory(
         available_bytes: the memory of a device; ``rollout.gpu_memory_utilization`` is the share for
             weights and cache. None if no device is known.
     """
-    placement, adapters = place(config), trained_model(config).adapters
-    if adapters is not None:
-        sizes = replace(sizes, adapters=adapters.num_parameters(sizes))
+    placement, trained = place(config), trained_model(config)
+    if trained.adapters is not None:
+        sizes = replace(sizes, adapters=trained.adapters.num_parameters(sizes))
+    if trained.freezes_tower or trained.adapters is not None:
+        sizes = replace(sizes, has_frozen_tower=True)
     if isinstance(config, SftConfig):
         model = _laid_out(sizes, config.engine, ranks=placement.layouts["actor-train"])
         training = _policy_training(config, model)

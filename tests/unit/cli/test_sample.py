@@ -169,6 +169,7 @@ def test_adapters_answer_with_their_base(
         (("EMPTY", "hi"), "has no checkpoint"),
         (("RUN", "eggs " * 300), "it has .* tokens, and the model reads at most 256"),
         (("RUN", "hi", "--device", "gpu"), "--device='gpu': there is no such platform"),
+        (("RUN", "hi", "--base", "elsewhere"), "--base='elsewhere': .* has all weights"),
         (("EMPTY/model", "hi"), "config.json: num_attention_heads=None"),
     ],
 )

@@ -57,6 +57,46 @@ def one(*arguments: str) -> MemoryPlan:
     return plan
 
 
+def with_tower() -> ModelSizes:
+    """A tower of 2 GiB in half precision."""
+    return replace(sizes(), tower=GIB)
+
+
+def test_a_frozen_tower_has_no_gradients_and_no_moments() -> None:
+    frozen = config("actor_rollout_ref.actor.freeze_vision_tower=True")
+    (with_frozen,) = plan_memory(frozen, with_tower()).values()
+    (without,) = plan_memory(frozen, sizes()).values()
+    half = 2 * GIB
+    assert with_frozen == replace(
+        without, weights=without.weights + half, reference=with_frozen.reference
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_each_device_holds_a_frozen_tower_whole(rank: int) -> None:
+    keys = (
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+        "actor_rollout_ref.actor.freeze_vision_tower=True",
+        f"actor_rollout_ref.model.lora_rank={rank}",
+    )
+    (with_frozen,) = plan_memory(config(*keys), with_tower()).values()
+    (without,) = plan_memory(config(*keys), sizes()).values()
+    assert with_frozen.weights - without.weights == 2 * GIB
+    assert with_frozen.optimizer == without.optimizer
+
+
+def test_tensor_parallelism_does_not_divide_a_tower() -> None:
+    keys = (
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.fsdp_config.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+    )
+    (seeing,) = plan_memory(config(*keys), with_tower()).values()
+    (blind,) = plan_memory(config(*keys), sizes()).values()
+    assert seeing.weights - blind.weights == 4 * GIB
+
+
 def sft(*arguments: str) -> SftConfig:
     """Rows of 1024 tokens, 16 of them in a micro-batch."""
     fixed = ("data.max_length=1024", "data.micro_batch_size_per_gpu=16", "model.path=m")

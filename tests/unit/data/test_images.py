@@ -138,6 +138,13 @@ WRONG = {
     "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
     "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, or a mapping"),
     "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
+    "url": (
+        row_of("data:image/png;base64," + "A" * 9000),
+        {},
+        "has a picture that is a URL .data:",
+    ),
+    "long name": (row_of("x" * 9000), {}, "names a picture that is missing .xxx"),
+    "no user": (row_of("~nobody.at.all/x.png"), {}, "names a picture that is missing .~nobody"),
     "none": (row_of(None), {}, "has an empty picture; a picture is bytes"),
     "empty": (row_of({"bytes": b"", "path": None}), {}, "has an empty picture; a picture is bytes"),
     "half": (row_of(damaged()), {}, "has a picture .number 1. that is damaged .*truncated"),
@@ -169,6 +176,12 @@ def test_VL12_a_wrong_row_is_named_in_one_line(name: str, codec: TextCodec) -> N
     with pytest.raises(UserError, match=f"row 1 {message}|row 1 has a prompt.*{message}") as caught:
         load([row_of(), row], codec, **values)
     assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_is_text_has_pictures_too(codec: TextCodec) -> None:
+    (entry,) = load([{**row_of(png()), "prompt": "<image>how many?"}], codec)
+    assert len(entry.pictures) == 1
+    assert sum(token >= RULE.vocabulary for token in entry.token_ids) == 9
 
 
 def test_VL12_too_many_pictures_and_huge_ones(  # noqa: N802
@@ -209,6 +222,20 @@ def test_VL12_a_wrong_demonstration_is_named_in_one_line(  # noqa: N802
     with pytest.raises(UserError, match=f"row 1 {message}") as caught:
         load_sft_examples(config, codec, pictures=RULE)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [3, {"role": "user"}, ["how many?"]])
+def test_VL12_a_demonstration_without_a_prompt_is_named(  # noqa: N802
+    prompt: Any, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VL12: a wrong column in the place of the prompt."""
+    source = RowSource(("rows",), "data.train_files", lambda files: [])
+    used = UsedRows(source, {0: {"question": prompt, "answer": "3", "images": [png()]}})
+    monkeypatch.setattr("tandem.data.sft.read_used_rows", lambda config, validation: used)
+    keys = {"prompt_key": "question", "response_key": "answer", "max_length": 128}
+    config = SftDataConfig.model_validate({"train_files": "rows", **keys})
+    with pytest.raises(UserError, match="row 0 has a prompt that is neither text nor a list"):
+        load_sft_examples(config, codec, pictures=RULE)
 
 
 def test_VL12_a_picture_that_is_damaged_after_the_start_is_named_when_it_is_drawn(  # noqa: N802

@@ -113,6 +113,12 @@ def test_the_number_of_positions_can_be_replaced_unless_rotary_scaling_reads_it(
     with pytest.raises(UserError, match=r"max_position_embeddings=1000: the model scales .*yarn"):
         warnings({**plain, "rope_scaling": YARN}, f"{key}=1000")
     assert not warnings({**plain, "rope_scaling": YARN})
+    flat = {"model_type": "qwen2_5_vl", **plain, "rope_scaling": {"type": "mrope"}}
+    assert warnings(flat)
+    assert not warnings(flat, f"{key}=1000")
+    nested = {"model_type": "qwen3_vl", "text_config": {**plain, "rope_scaling": YARN}}
+    with pytest.raises(UserError, match=r"max_position_embeddings=1000: the model scales .*yarn"):
+        warnings(nested, f"{key}=1000")
 
 
 def test_a_token_without_an_embedding_is_refused() -> None:

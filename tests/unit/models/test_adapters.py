@@ -234,3 +234,13 @@ def test_l4_base_and_copies_share_the_storage_of_the_base(tmp_path: Path) -> Non
     assert all(p.dtype == torch.float32 for p in trained_parameters(model.decoder).values())
     with torch.no_grad():
         assert not torch.equal(_our_log_probs(computed), _our_log_probs(base))
+
+
+def test_l13_adapters_over_quantized_weights_are_refused_by_that_name(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    file = tmp_path / "config.json"
+    quantized = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **quantized}))
+    folder = check_folder(str(tmp_path), load_weight=False)
+    with pytest.raises(UserError, match="over quantized weights .* are not built"):
+        adapt_folder(folder, ALL, seed=0)

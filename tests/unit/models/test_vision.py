@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tandem.config.derived.vision import read_normalisation, read_pixel_bounds
 from tandem.data.packing import TrainSequence, pack
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
@@ -173,6 +174,31 @@ def test_VL4_positions_equal_transformers(pair):  # noqa: N802
         assert (
             found.position_T3[len(prompt) :, 0] == torch.arange(3) + len(prompt) + given["delta"]
         ).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scaled_positions_equal_transformers(family, tmp_path):
+    """YaRN, which Qwen2.5-VL's page proposes for long inputs."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    model, sequence = write_seeing(family, tmp_path, scaling=yarn), make_batch()[0]
+    ours = open_seeing(tmp_path)
+    with torch.no_grad():
+        scores = score_batch(ours, pack([sequence]), temperature=1.0, with_entropy=False)
+        want = their_log_probs(model, ours, sequence)
+    assert (scores.score_R - want).abs().max() < 1e-5
+
+
+def test_bounds_of_pictures_are_read_where_transformers_saves_them(tmp_path):
+    assert read_pixel_bounds(tmp_path) == (3136, 1003520)
+    size = {"shortest_edge": 1024, "longest_edge": 4096}
+    colours = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.5, 1]}
+    part = {"image_processor": {"size": size, **colours}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(part))
+    assert read_pixel_bounds(tmp_path) == (1024, 4096)
+    assert read_normalisation(tmp_path) == ((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
+    older = {"min_pixels": 64, "max_pixels": 128}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(older))
+    assert read_pixel_bounds(tmp_path) == (64, 128)
 
 
 def hub_layout(folder: Path, out: Path, *, flat: bool) -> None:
