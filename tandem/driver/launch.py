@@ -320,7 +320,7 @@ def fitted(
     if model.decoder_config is None:
         require_whole_layers(site.config, site.placement, family=model.hf_config["model_type"])
     if isinstance(site.config, RunConfig):
-        _require_generation(site, site.config, model)
+        _require_generation(site, site.config, model=model)
     if site.is_mixed:
         return site
     for task, own in site.model.of_task.items():
@@ -352,7 +352,7 @@ def fitted(
     return site
 
 
-def _require_generation(site: RunSite, config: RunConfig, model: ModelFolder) -> None:
+def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder) -> None:
     """Raise UserError where the devices that generate cannot compute what the run asks of them."""
     platform = site.platforms[site.placement.pool_of("generate").name]
     rollout, decoder = config.actor_rollout_ref.rollout, model.decoder_config
