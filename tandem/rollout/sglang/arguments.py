@@ -10,7 +10,7 @@ from tandem.rollout.factory import EngineSpec
 from tandem.rollout.sglang.keys import passed_arguments
 from tandem.rollout.sglang.scheduler import SAMPLER
 
-_FREE_POSITIONS = 8
+FREE_POSITIONS = 8
 """SGLang does not use the last positions of a context."""
 _MAX_CPU_TOKENS = 1 << 20
 """The most tokens of a cache on a CPU, where SGLang allocates all of it at the start."""
@@ -33,7 +33,7 @@ def engine_arguments(spec: EngineSpec, *, max_positions: int) -> dict[str, Any]:
         "random_seed": config.seed & 0x7FFFFFFF,
         "load_format": "dummy" if config.load_format.startswith("dummy") else config.load_format,
         "skip_tokenizer_init": True,
-        "context_length": length + _FREE_POSITIONS,
+        "context_length": length + FREE_POSITIONS,
         "max_running_requests": num_rows,
         "mem_fraction_static": config.gpu_memory_utilization,
         "chunked_prefill_size": config.max_num_batched_tokens
@@ -52,5 +52,5 @@ def engine_arguments(spec: EngineSpec, *, max_positions: int) -> dict[str, Any]:
         arguments["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
     if not on_device:
         arguments["attention_backend"] = "torch_native"
-        arguments["max_total_tokens"] = min(num_rows * (length + _FREE_POSITIONS), _MAX_CPU_TOKENS)
+        arguments["max_total_tokens"] = min(num_rows * (length + FREE_POSITIONS), _MAX_CPU_TOKENS)
     return arguments | passed_arguments(config.engine_kwargs.sglang)

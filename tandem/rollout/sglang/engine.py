@@ -21,12 +21,18 @@ from torch import Tensor
 
 from tandem.api import Capacity, EngineFacts, EngineFailure
 from tandem.platforms.select import DTYPES
-from tandem.rollout.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
+from tandem.rollout.canary import (
+    CANARY_LENGTH,
+    NUM_TOKENS,
+    expected_log_probs,
+    fixed_tokens,
+    require_equal,
+)
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import manifest_of
 from tandem.rollout.keyed_random import stream_keys
-from tandem.rollout.sglang.arguments import engine_arguments
+from tandem.rollout.sglang.arguments import FREE_POSITIONS, engine_arguments
 from tandem.rollout.sglang.client import SglangProcess
 from tandem.rollout.sglang.families import config_for_sglang
 from tandem.rollout.sglang.keys import interpreter
@@ -207,7 +213,30 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
     except EngineFailure:
         memory.close()
         raise
-    return SglangRolloutEngine(spec, process, memory=memory, dtype=DTYPES[arguments["dtype"]])
+    engine = SglangRolloutEngine(spec, process, memory=memory, dtype=DTYPES[arguments["dtype"]])
+    try:
+        _require_room(spec, process.facts["cache_tokens"])
+    except EngineFailure:
+        engine.close()
+        raise
+    return engine
+
+
+def _require_room(spec: EngineSpec, cache_tokens: int) -> None:
+    """Raise EngineFailure if the longest sequence does not fit into SGLang's cache.
+
+    SGLang would cut longer responses without a word.
+    """
+    if spec.max_length is None:
+        return
+    needed = max(spec.max_length, CANARY_LENGTH) + FREE_POSITIONS
+    if cache_tokens < needed:
+        raise EngineFailure(
+            f"SGLang: its cache has room for {cache_tokens} tokens, and the longest sequence needs "
+            f"{needed} (data.max_prompt_length + data.max_response_length + {FREE_POSITIONS}): "
+            "raise actor_rollout_ref.rollout.gpu_memory_utilization, or leave "
+            "engine_kwargs.sglang.max_total_tokens out"
+        )
 
 
 def _use_no_files(spec: EngineSpec, arguments: dict[str, Any]) -> None:

@@ -239,6 +239,7 @@ class Program:
             self._num_reports += 1
             self._progress.set()
         facts = found["meta_info"]
+        _require_finished(facts, length=sample["length"])
         log_probs, token_ids = zip(
             *((one[0], one[1]) for one in facts["output_token_logprobs"]), strict=True
         )
@@ -263,6 +264,20 @@ class Program:
         if time.monotonic() - self._last_beat > _BEAT_S:
             self._last_beat = time.monotonic()
             self._channel.sendall(encode_line({"beat": True}))
+
+
+def _require_finished(facts: dict[str, Any], *, length: int) -> None:
+    """Raise RuntimeError unless a sequence ended by itself or has all of its ``length`` tokens.
+
+    SGLang aborts a sequence for which its cache has no room, or lowers its length without a word.
+    """
+    reason: dict[str, Any] = facts.get("finish_reason") or {}
+    num_tokens = len(facts.get("output_token_logprobs") or ())
+    is_whole = reason.get("type") == "length" and num_tokens == length
+    if num_tokens and (is_whole or reason.get("type") == "stop"):
+        return
+    said = " ".join(str(reason.get("message") or reason.get("type")).split())
+    raise RuntimeError(f"a sequence ended after {num_tokens} of {length} tokens ({said})")
 
 
 def _request(name: str, **fields: Any) -> Any:
