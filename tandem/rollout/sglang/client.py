@@ -161,11 +161,7 @@ class SglangProcess:
     def _exchange(self, message: Mapping[str, Any]) -> Any:
         if self._is_closed:
             raise EngineDied("SGLang has ended")
-        data = json.dumps(message).encode()
-        try:
-            self._channel.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
-        except ConnectionError:
-            raise self._ended() from None
+        self._send(message)
         while True:
             answer = json.loads(self._receive_line())
             if "error" in answer:
@@ -174,10 +170,25 @@ class SglangProcess:
             if "result" in answer:
                 return answer["result"]
 
+    def _send(self, message: Mapping[str, Any]) -> None:
+        """Send a message. The process may stand still for as long as it may be silent."""
+        data, limit_s = json.dumps(message).encode(), self._limit_s()
+        self._channel.settimeout(limit_s)
+        try:
+            self._channel.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+        except TimeoutError:
+            raise self._stalled(limit_s) from None
+        except ConnectionError:
+            raise self._ended() from None
+        self._channel.settimeout(None)
+
+    def _limit_s(self) -> float:
+        return max(self._stall_s, STALL_FACTOR * self._longest_s)
+
     def _receive_line(self) -> bytes:
         """Wait for a line as long as a process may be silent."""
         begun = time.monotonic()
-        limit_s = max(self._stall_s, STALL_FACTOR * self._longest_s)
+        limit_s = self._limit_s()
         named_s = max(SLOW_S, SLOW_FACTOR * self._longest_s) if self._is_warm else limit_s
         waits_s = [limit_s] if named_s >= limit_s else [limit_s, named_s]
         while b"\n" not in self._incoming:
@@ -193,10 +204,7 @@ class SglangProcess:
                         self.pid,
                     )
                     continue
-                self._end()
-                raise EngineDied(
-                    f"SGLang made no progress for {limit_s:.0f} s and was killed{self._see_log()}"
-                )
+                raise self._stalled(limit_s)
             try:
                 received = self._channel.recv(_READ_BYTES)
             except ConnectionError:
@@ -208,6 +216,13 @@ class SglangProcess:
             self._longest_s = max(self._longest_s, time.monotonic() - begun)
         line, _, self._incoming = self._incoming.partition(b"\n")
         return line
+
+    def _stalled(self, limit_s: float) -> EngineDied:
+        """Return the error of a process that stands still, and end it and its children."""
+        self._end()
+        return EngineDied(
+            f"SGLang made no progress for {limit_s:.0f} s and was killed{self._see_log()}"
+        )
 
     def _ended(self) -> EngineDied:
         """Return the error of a process that has ended, and end its children."""

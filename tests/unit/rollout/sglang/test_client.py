@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of SGLang's files when the process that holds an engine is killed."""
+"""What is left of SGLang's files when its process is killed, and a process that stands still."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api import EngineDied
+from tandem.rollout.sglang import client
 from tests.fakes.patience import PATIENCE_S
 
 PROGRAM = """
@@ -40,3 +43,19 @@ def test_files_are_removed_unless_the_engine_was_closed(tmp_path: Path, state: s
     while folder.exists() or log.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_process_that_reads_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "START_S", 0.3)
+    stopped = tmp_path / "python"
+    stopped.write_text("#!/bin/sh\nexec sleep 60\n")
+    stopped.chmod(0o755)
+    memory_fd = os.memfd_create("weights")
+    first = {"more than a socket holds": "x" * (1 << 23)}
+    with pytest.raises(EngineDied, match="SGLang made no progress for 0 s and was killed"):
+        client.SglangProcess(
+            str(stopped), first=first, memory_fd=memory_fd, on_cpu=True, stall_s=0.3
+        )
+    os.close(memory_fd)
