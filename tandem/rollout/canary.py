@@ -69,6 +69,11 @@ def require_equal(
         engine: the name of the engine in the message.
         dtypes: the dtypes of trainer and engine.
     """
+    if found_R.shape != expected_R.shape:
+        raise EngineFailure(
+            f"{engine}: version {version} cannot be checked: of {len(expected_R)} fixed tokens, "
+            f"{len(found_R)} came back"
+        )
     bound = MAX_ERROR if set(dtypes) == {torch.float32} else MAX_ROUNDED_ERROR
     error = float((found_R - expected_R).abs().mean())
     if not error <= bound:

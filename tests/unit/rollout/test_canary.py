@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of fixed tokens that differ from the trainer's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.api import EngineFailure
+from tandem.rollout.canary import NUM_TOKENS, require_equal
+
+DTYPES = (torch.float32, torch.float32)
+
+
+def require(found: list[float]) -> None:
+    expected_R = torch.full((NUM_TOKENS,), -1.0)
+    require_equal(expected_R, torch.tensor(found), engine="E", version=2, dtypes=DTYPES)
+
+
+def test_equal_log_probs_pass_and_others_do_not() -> None:
+    require([-1.0] * NUM_TOKENS)
+    for wrong in (-1.1, float("nan")):
+        with pytest.raises(EngineFailure, match="version 2 was not loaded as the trainer has it"):
+            require([-1.0] * (NUM_TOKENS - 1) + [wrong])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, NUM_TOKENS - 1])
+def test_another_number_of_tokens_is_a_failure_of_the_engine(num_tokens: int) -> None:
+    with pytest.raises(EngineFailure, match=f"of 8 fixed tokens, {num_tokens} came back"):
+        require([-1.0] * num_tokens)
