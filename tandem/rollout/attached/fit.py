@@ -184,6 +184,10 @@ def _require_flags(found: Mapping[str, Any]) -> None:
     if found.get("speculative_config") is not None:
         rule = "it drafts tokens (speculative decoding), and tandem draws them itself"
         raise Misfit(rule, "Leave --speculative-config out.")
+    cache = found.get("cache_config") or {}
+    if found.get("kv_transfer_config") is not None or cache.get("kv_offloading_size"):
+        rule = "it has a cache outside of vLLM, which keeps keys and values of old weights"
+        raise Misfit(rule, "Leave --kv-transfer-config and --kv-offloading-size out.")
 
 
 def _ask_plugin(server: Server, num_workers: int) -> Sequence[Mapping[str, Any]]:

@@ -48,6 +48,8 @@ _IS_TANDEMS: Mapping[str, str] = {
     **dict.fromkeys(
         ("sampling_backend", "sampling_defaults", "enable_custom_logit_processor"), _DRAWS
     ),
+    "preferred_sampling_params": "sampling follows the keys of the run",
+    "incremental_streaming_output": "tandem reads all tokens of a sequence from its last report",
     **dict.fromkeys(
         ("enable_deterministic_inference", "rl_on_policy_target", "speculative_algorithm"), _DRAWS
     ),

@@ -52,7 +52,15 @@ _HAS_KEY: Mapping[str, str] = {
 """Arguments that have a key of their own -> that key."""
 _IS_TANDEMS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("logits_processors", "logprobs_mode", "max_logprobs", "speculative_config"),
+        (
+            "logits_processors",
+            "logprobs_mode",
+            "max_logprobs",
+            "speculative_config",
+            "spec_method",
+            "spec_model",
+            "spec_tokens",
+        ),
         "tandem draws the tokens and returns their log-probs",
     ),
     **dict.fromkeys(
@@ -82,6 +90,10 @@ _IS_TANDEMS: Mapping[str, str] = {
             "disable_custom_all_reduce",
         ),
         "vLLM runs in the processes of tandem",
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"),
+        "a cache outside of vLLM keeps keys and values of old weights",
     ),
     "model_impl": "vLLM would change classes of transformers that the trainer uses too",
     **dict.fromkeys(

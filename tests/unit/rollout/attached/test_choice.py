@@ -66,6 +66,11 @@ def test_a_server_that_fits_is_accepted(folder: Path, server: VllmServerDouble) 
         (_changed("weight_transfer_config", "backend", "nccl"), "--weight-transfer-config"),
         (_changed("model_config", "max_model_len", 99), "with --max-model-len 100"),
         (lambda server: server.info.update(speculative_config={}), "it drafts tokens"),
+        (lambda server: server.info.update(kv_transfer_config={}), "a cache outside of vLLM"),
+        (
+            lambda server: server.info.update(cache_config={"kv_offloading_size": 4}),
+            "keys and values",
+        ),
         (lambda server: server.hf_config.update(hidden_size=896), "its hidden_size is 896"),
         (_set("is_deaf", True), "this server cannot be used: it does not answer"),
         (VllmServerDouble.kill, "this server cannot be used: nothing listens there"),
