@@ -31,7 +31,7 @@ from tandem.rollout.choice import (
     hf_warning,
     problem_of,
 )
-from tandem.rollout.sglang.keys import PYTHON, check_sglang_arguments
+from tandem.rollout.sglang.keys import PYTHON, SECTION, check_sglang_arguments
 from tandem.rollout.vllm.keys import check_arguments
 
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
@@ -105,7 +105,7 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
         name,
         hf_config,
         allows_untested=given.get(ALLOW_UNTESTED) is True,
-        interpreter=given.get(PYTHON) if name == "sglang" else None,
+        interpreter=_interpreter(given) if name == "sglang" else None,
         is_elsewhere=config.actor_rollout_ref.rollout.attaches_servers,
     )
     if name not in _TITLES or problem is not None:
@@ -129,6 +129,19 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
             f"the {limit} positions that the model is made for"
         )
     return None
+
+
+def _interpreter(given: Mapping[str, Any]) -> str | None:
+    """Return the interpreter that is named for SGLang. Raise UserError if it is not text."""
+    named = given.get(PYTHON)
+    if named is not None and not isinstance(named, str):
+        raise UserError(
+            f"{SECTION}.{PYTHON}",
+            named,
+            rule="must be the path of an interpreter",
+            remedy="Write e.g. .venv-sglang/bin/python.",
+        )
+    return named
 
 
 def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:

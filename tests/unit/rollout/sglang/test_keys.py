@@ -56,6 +56,9 @@ def test_sglang_that_is_missing_is_refused(tmp_path: Path) -> None:
     assert "SGLang is not installed" in _refused(here, QWEN2)
     absent = _config(f"{KWARGS}.python={tmp_path}/no/python")
     assert f"the interpreter {tmp_path}/no/python does not run" in _refused(absent, QWEN2)
+    for value in ("3.12", "[a,b]"):
+        wrong = _refused(_config(f"{KWARGS}.python={value}"), QWEN2)
+        assert wrong.startswith(f"{KWARGS}.python={value}: must be the path of an interpreter")
     other = _config(f"{KWARGS}.python=/bin/true")
     assert "/bin/true does not run (it is not a Python interpreter)" in _refused(other, QWEN2)
 
