@@ -46,6 +46,7 @@ def check_keys(given: Mapping[str, Any], *, num_ranks: int) -> None:
             rule=f"servers are attached ({_KEY}), which have devices of their own",
             remedy="Leave it out, and start vllm serve with --tensor-parallel-size.",
         )
+    _require_types(given)
     urls = listed_urls(given)
     if not urls:
         raise UserError(_KEY, given[URLS], rule="it lists no server", remedy="List one.")
@@ -63,7 +64,7 @@ def listed_urls(given: Mapping[str, Any]) -> Sequence[str]:
     if isinstance(value, str) and not value.startswith(("http://", "https://")):
         try:
             lines = Path(value).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             cause = getattr(error, "strerror", None) or "it is not text"
             raise UserError(
                 _KEY,
@@ -74,7 +75,7 @@ def listed_urls(given: Mapping[str, Any]) -> Sequence[str]:
         found = [line.partition("#")[0].strip() for line in lines]
     else:
         found = [value] if isinstance(value, str) else list(value)
-    return list(dict.fromkeys(str(url).rstrip("/") for url in found if url))
+    return list(dict.fromkeys(url.rstrip("/") for url in found if url))
 
 
 def require_usable(url: str, given: Mapping[str, Any]) -> None:
@@ -82,25 +83,23 @@ def require_usable(url: str, given: Mapping[str, Any]) -> None:
 
     vLLM's routes for weights ask for no password. ``allow_public=True`` allows other addresses.
     """
-    parts = urlsplit(url)
     try:
-        port = parts.port
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
     except ValueError:
-        port = None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port is None:
-        raise UserError(
-            _KEY, url, rule="it is not a URL with a port", remedy="Write http://host:8000."
-        )
+        raise _no_url(url) from None
+    if parts.scheme not in ("http", "https") or not host or port is None:
+        raise _no_url(url)
     if parts.username is not None or parts.password is not None:
         raise UserError(
             _KEY,
-            f"{parts.scheme}://...@{parts.hostname}:{port}",
+            f"{parts.scheme}://...@{host}:{port}",
             rule="names and passwords in URLs are not sent, and would stand in logs",
             remedy="Leave them out.",
         )
     try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(parts.hostname, port)}
-    except OSError as error:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port)}
+    except (OSError, ValueError) as error:
         raise UserError(
             _KEY, url, rule="its host has no address", remedy="Correct the name of the host."
         ) from error
@@ -113,6 +112,33 @@ def require_usable(url: str, given: Mapping[str, Any]) -> None:
             "a server",
             remedy=f"Use a private network, or allow it with {SECTION}.{ALLOW_PUBLIC}=True.",
         )
+
+
+def _require_types(given: Mapping[str, Any]) -> None:
+    """Raise UserError unless the entries are of the types that they have in a configuration."""
+    for name in (ALLOW_PUBLIC, ALLOW_UNTESTED):
+        if not isinstance(given.get(name, False), bool):
+            raise UserError(
+                f"{SECTION}.{name}",
+                given[name],
+                rule="must be True or False",
+                remedy="Leave it out, or set it to True.",
+            )
+    urls: Any = given[URLS]
+    listed: Any = urls if isinstance(urls, list | tuple) else [urls]
+    if not all(isinstance(url, str) for url in listed):
+        raise UserError(
+            _KEY,
+            urls,
+            rule="must be text, or a list of text",
+            remedy="Give URLs such as [http://host:8000], or a file with one a line.",
+        )
+
+
+def _no_url(url: str) -> UserError:
+    return UserError(
+        _KEY, url, rule="it is not a URL with a port", remedy="Write http://host:8000."
+    )
 
 
 def _is_public(address: str) -> bool:

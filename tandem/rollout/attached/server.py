@@ -80,7 +80,7 @@ class Server:
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
             connection.request(method, target, body=content, headers=headers)
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: a wrong host or path
             connection.close()
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise EngineFailure(
@@ -172,4 +172,6 @@ def _reason(error: Exception) -> str:
         return "nothing listens there"
     if isinstance(error, OSError):
         return (error.strerror or str(error) or type(error).__name__).lower()
+    if isinstance(error, ValueError):
+        return "its URL cannot be used"
     return "it ended the connection"

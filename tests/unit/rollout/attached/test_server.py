@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.api import EngineFailure
-from tandem.rollout.attached.server import Server
+from tandem.rollout.attached.server import Server, ServerLost
 
 # Of 127.0.0.1, by openssl req -x509 -newkey ec, until the year 2126.
 PEM = """\
@@ -88,3 +88,8 @@ def test_a_process_without_room_for_connections_does_not_blame_the_server(
     monkeypatch.setattr("socket.create_connection", refuse)
     with pytest.raises(EngineFailure, match="ulimit -n"):
         Server("http://127.0.0.1:9").ask("/")
+
+
+def test_a_host_that_no_name_can_have_is_a_lost_server() -> None:
+    with pytest.raises(ServerLost, match="its URL cannot be used"):
+        Server("http://a..b:8000").get("/health")
