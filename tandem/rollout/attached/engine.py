@@ -22,11 +22,11 @@ from torch import Tensor
 from tandem.api import Capacity, EngineFacts, EngineFailure
 from tandem.platforms.select import DTYPES
 from tandem.rollout.attached.delivery import Version
-from tandem.rollout.attached.fit import Misfit, ServerFacts, fit_of
+from tandem.rollout.attached.fit import Misfit, fit_of
 from tandem.rollout.attached.fleet import Fleet, Member
 from tandem.rollout.attached.keys import listed_urls, require_usable
 from tandem.rollout.attached.samples import Answer, Sample, canary, finished_sample
-from tandem.rollout.attached.server import Server, ServerLost
+from tandem.rollout.attached.server import ServerLost
 from tandem.rollout.attached.sink import AttachedSink
 from tandem.rollout.canary import expected_log_probs, require_equal
 from tandem.rollout.factory import EngineSpec
@@ -270,12 +270,12 @@ def build(spec: EngineSpec) -> AttachedRolloutEngine:
     given = spec.config.engine_kwargs.vllm
     fit = fit_of(spec.config, spec.folder, max_length=spec.max_length)
 
-    def check(server: Server) -> ServerFacts:
-        require_usable(server.url, given)
-        return fit(server)
-
     try:
-        fleet = Fleet(lambda: listed_urls(given), check)
+        fleet = Fleet(
+            lambda: listed_urls(given),
+            require_usable=lambda url: require_usable(url, given),
+            check=fit,
+        )
     except (ServerLost, Misfit) as problem:
         raise EngineFailure(f"vLLM: a server takes no part: {problem}") from problem
     for member in fleet.members:

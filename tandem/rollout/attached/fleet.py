@@ -2,7 +2,7 @@
 """The servers of a run: which of them take part, and the requests that are under way there.
 
 A server that ends, stands still or does not answer is left out (``lose``). It is asked again every
-ten seconds, as is each URL that was added to the file of URLs.
+ten seconds, or less often if that takes long, as is each URL that was added to the file of URLs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 10.0
 """How often servers that do not take part are asked."""
+MAX_RETRY_S = 640.0
+"""The longest time until a server that took long to fail is asked again."""
 AGAIN_S = 1.0
 """How long a server may then take to answer at all: meanwhile no samples are sent."""
 SILENCE_S = 5.0
@@ -61,20 +63,34 @@ class Member:
     num_paused: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """The time for which a server is not asked: its end, and how long it is."""
+
+    until: float
+    wait_s: float
+
+
 class Fleet:
     """The servers of a run.
 
     Args:
         list_urls: returns the URLs of the moment.
+        require_usable: raises UserError unless a URL can be used.
         check: returns the facts of a server, or raises ServerLost or Misfit.
     """
 
     def __init__(
-        self, list_urls: Callable[[], Sequence[str]], check: Callable[[Server], ServerFacts]
+        self,
+        list_urls: Callable[[], Sequence[str]],
+        *,
+        require_usable: Callable[[str], None],
+        check: Callable[[Server], ServerFacts],
     ) -> None:
-        self._list_urls, self._check = list_urls, check
+        self._list_urls, self._require_usable, self._check = list_urls, require_usable, check
         self._selector = DefaultSelector()
         self._asked_again = time.monotonic()
+        self._waits: dict[str, _Wait] = {}
         self._told: dict[str, str] = {}
         self._unfinished: list[Sample] = []
         self._last_cause = ""
@@ -172,11 +188,20 @@ class Fleet:
         return sorted(found, key=lambda sample: sample.sample_id)
 
     def find_more(self) -> list[Member]:
-        """Return servers that answer and do not take part yet. They are asked every ten seconds."""
+        """Return servers that answer and do not take part yet. They are asked every ten seconds.
+
+        One that takes long to fail, and holds the run up meanwhile, is asked half as often each
+        time.
+        """
         now = time.monotonic()
         if now - self._asked_again < RETRY_S:
             return []
-        self._asked_again = now
+        found = self._ask_others(now)
+        self._asked_again = time.monotonic()  # not before: an answer may take a minute
+        return found
+
+    def _ask_others(self, now: float) -> list[Member]:
+        """Return servers that answer among those that take no part and are due."""
         taking_part = {member.server.url for member in self.members}
         found: list[Member] = []
         try:
@@ -185,15 +210,25 @@ class Fleet:
             self._tell_once("", error)
             return []
         for url in urls:
-            if url in taking_part:
+            if url in taking_part or (url in self._waits and now < self._waits[url].until):
                 continue
-            server = Server(url)
+            begun = time.monotonic()
             try:
+                self._require_usable(url)
+                server = Server(url)
                 server.get("/health", timeout_s=AGAIN_S)
                 found.append(Member(server, self._facts_of(server)))
             except (ServerLost, EngineFailure, Misfit, UserError) as problem:
                 self._tell_once(url, problem)
+                self._put_off(url, begun)
         return found
+
+    def _put_off(self, url: str, begun: float) -> None:
+        """Note when a server that was asked at ``begun`` and failed is asked again."""
+        now, last = time.monotonic(), self._waits.pop(url, None)
+        if now - begun >= AGAIN_S:
+            wait_s = RETRY_S if last is None else min(2 * last.wait_s, MAX_RETRY_S)
+            self._waits[url] = _Wait(now + wait_s, wait_s)
 
     def _tell_once(self, url: str, problem: Exception) -> None:
         """Warn of what keeps a server out, unless that has been said."""
@@ -205,6 +240,7 @@ class Fleet:
     def join(self, member: Member) -> None:
         """Let a server take part."""
         self._told.pop(member.server.url, None)
+        self._waits.pop(member.server.url, None)
         self.members.append(member)
         logger.info(
             "The rollout server %s takes part; servers: %d", member.server.url, len(self.members)
@@ -219,6 +255,7 @@ class Fleet:
         self.members = []
 
     def _attach(self, url: str) -> None:
+        self._require_usable(url)
         server = Server(url)
         self.members.append(Member(server, self._facts_of(server)))
 

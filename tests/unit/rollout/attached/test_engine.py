@@ -138,7 +138,7 @@ def test_samples_of_a_server_that_dies_run_again_on_the_other(
 
 
 def test_a_server_that_is_added_gets_the_version_in_use_first(
-    folder: Path, start: Starts, tmp_path: Path
+    folder: Path, start: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     listed = tmp_path / "servers.txt"
     listed.write_text(f"# ours\n{start(step_s=0.005).url}\n")
@@ -147,13 +147,15 @@ def test_a_server_that_is_added_gets_the_version_in_use_first(
     engine, rollout = _attach(spec)
     rollout.add(REQUESTS)
     found = {one.sample_id: one for one in rollout.advance()}
-    late = start()
-    listed.write_text(listed.read_text() + late.url + "\n")
+    late, wrong = start(), ("http://10.0.0.9:80O0", "http://[::1:8000", "http://a..b:8000")
+    listed.write_text("\n".join([listed.read_text(), *wrong, late.url]))
     while completions := rollout.advance():
         found |= {one.sample_id: one for one in completions}
     assert _tokens(found) == expected
     assert late.num_tokens > 8, "it generated more than the canary"
     assert set(late.salts) == {engine._fleet.members[0].label}
+    for url in wrong:
+        assert caplog.text.count(f"The rollout server {url} takes no part: ") == 1
     engine.close()
 
 
