@@ -338,13 +338,13 @@ class MemberClient:
         Raises:
             NodeFailure: the connection is lost.
             OtherTokenError: the two have different tokens.
-            UserError: this node has none.
+            UserError: this node has none, or what listens there is no run.
         """
-        nonce, own = str(self.receive().get("nonce", "")), new_nonce()
+        nonce, own = str(self._hear().get("nonce", "")), new_nonce()
         token, rank = find_token(), self.plan.node_rank
         proof = prove(token, ("member", nonce, own, rank))
         _send(self.connection, {"rank": rank, "nonce": own, "proof": proof})
-        if not is_proof(self.receive().get("proof"), token, statement=("head", nonce, own)):
+        if not is_proof(self._hear().get("proof"), token, statement=("head", nonce, own)):
             raise OtherTokenError(
                 "MASTER_ADDR",
                 self.plan.address,
@@ -352,17 +352,40 @@ class MemberClient:
                 remedy="Give every node the same run folder, on a file system that all nodes see, "
                 "and unset RAY_AUTH_TOKEN or set the same one on every node.",
             )
+        self.connection.settimeout(None)
         return token
 
-    def receive(self) -> dict[str, Any]:
+    def _hear(self) -> dict[str, Any]:
+        """Return the next message of a greeting, which a head sends at once; see ``receive``."""
+        wait_s = self.plan.settings.wait_s
+        try:
+            return self.receive(within_s=wait_s)
+        except NodeFailure as failure:
+            cause = failure.__cause__
+            is_silent = isinstance(cause, TimeoutError) and cause.errno is None
+            if not is_silent and not isinstance(cause, ValueError):
+                raise
+            raise UserError(
+                "MASTER_ADDR",
+                self.plan.host_and_port[0],
+                rule=f"no run of tandem answers at {self.plan.address}, where something else "
+                f"listens or nothing is said for {wait_s:g} s",
+                remedy="Set MASTER_ADDR and MASTER_PORT of the first node, or another port on "
+                "every node.",
+            ) from failure
+
+    def receive(self, *, within_s: float | None = None) -> dict[str, Any]:
         """Return the head's next message.
+
+        Args:
+            within_s: the time limit; None for none.
 
         Raises:
             NodeFailure: the connection is lost.
             UserError: the head refuses this member.
         """
         try:
-            message = _receive(self.connection)
+            message = _receive(self.connection, within_s=within_s)
         except (OSError, ValueError) as error:
             raise NodeFailure(
                 f"the first node ({self.plan.address}) vanished, and the run with it: "
@@ -429,7 +452,8 @@ def _receive(connection: socket.socket, *, within_s: float | None = None) -> dic
         within_s: the time limit for the whole message; None for none.
 
     Raises:
-        ValueError: the connection has ended, or the message is none of a run's.
+        ConnectionError: the connection has ended.
+        ValueError: the message is none of a run's.
         TimeoutError: the message did not arrive in time.
     """
     line = bytearray()
@@ -439,7 +463,7 @@ def _receive(connection: socket.socket, *, within_s: float | None = None) -> dic
             connection.settimeout(max(deadline - time.monotonic(), _MIN_WAIT_S))
         byte = connection.recv(1)
         if not byte:
-            raise ValueError("the connection has ended")
+            raise ConnectionError("the connection has ended")
         line += byte
         if len(line) > _MAX_MESSAGE_BYTES:
             raise ValueError("a message is too long")

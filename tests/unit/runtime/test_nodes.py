@@ -140,6 +140,19 @@ def test_head_that_vanishes_is_named() -> None:
     member.close()
 
 
+@pytest.mark.parametrize("said", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])
+def test_a_stranger_in_place_of_the_head_is_named(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        settings = ClusterSettings(num_nodes=2, devices_per_node=1, wait_s=0.2)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        member = MemberClient(ClusterPlan("member", settings, address, "MASTER_ADDR", node_rank=1))
+        stranger, _ = server.accept()
+        with stranger, pytest.raises(UserError, match=f"no run of tandem answers at {address}, "):
+            stranger.sendall(said)
+            member.greet(lambda: TOKEN)
+    member.close()
+
+
 def test_head_that_never_comes_is_named() -> None:
     plan = head_plan(wait_s=0.1)
     with pytest.raises(UserError, match="MASTER_ADDR='127.0.0.1': no run answers"):
