@@ -21,8 +21,11 @@ from tandem.rollout.attached.server import Exchange, Server, ServerLost
 
 _LENGTH_BYTES = 4
 _MAX_MESSAGE_BYTES = 64 << 20
+_MIN_WAIT_S = 0.001
 CONNECT_S = 60.0
 """How long the workers of a server may take to connect."""
+_PROOF_S, _MAX_PROOF_BYTES = 5.0, 256
+"""How long a new connection may take to prove who it is, and with how long a message."""
 
 
 def send_message(channel: socket.socket, message: Mapping[str, Any]) -> None:
@@ -31,19 +34,28 @@ def send_message(channel: socket.socket, message: Mapping[str, Any]) -> None:
     channel.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
 
-def receive_message(channel: socket.socket) -> dict[str, Any]:
+def receive_message(
+    channel: socket.socket,
+    *,
+    max_bytes: int = _MAX_MESSAGE_BYTES,
+    deadline: float | None = None,
+) -> dict[str, Any]:
     """Wait for one message.
+
+    Args:
+        deadline: when the whole message must be there, by ``time.monotonic``; None: the time limit
+            of the channel applies to each part.
 
     Raises:
         ConnectionError: the other side has ended, or does not speak this protocol.
     """
     length = bytearray(_LENGTH_BYTES)
-    receive_into(channel, memoryview(length))
+    receive_into(channel, memoryview(length), deadline=deadline)
     num_bytes = int.from_bytes(length, "big")
-    if num_bytes > _MAX_MESSAGE_BYTES:
+    if num_bytes > max_bytes:
         raise ConnectionError("the message is too long")
     data = bytearray(num_bytes)
-    receive_into(channel, memoryview(data))
+    receive_into(channel, memoryview(data), deadline=deadline)
     try:
         message = json.loads(data)
     except ValueError as error:
@@ -53,10 +65,14 @@ def receive_message(channel: socket.socket) -> dict[str, Any]:
     return message
 
 
-def receive_into(channel: socket.socket, buffer: memoryview) -> None:
+def receive_into(
+    channel: socket.socket, buffer: memoryview, *, deadline: float | None = None
+) -> None:
     """Wait until ``buffer`` is full. Raise ConnectionError if the other side ends before."""
     received = 0
     while received < len(buffer):
+        if deadline is not None:
+            channel.settimeout(max(deadline - time.monotonic(), _MIN_WAIT_S))
         num_bytes = channel.recv_into(buffer[received:])
         if num_bytes == 0:
             raise ConnectionError("the other side has ended")
@@ -126,18 +142,20 @@ class WorkerCall:
                 if not ready:
                     raise ServerLost(f"its workers did not connect to {place} of this machine")
                 if listener in ready:
-                    self._accept(listener, token)
+                    self._accept(listener, token, deadline=deadline)
                 elif exchange in ready:
                     self._exchange = None
                     exchange.result()  # it raises what the server answered
                     raise ServerLost("it answered before its workers had connected")
 
-    def _accept(self, listener: socket.socket, token: str) -> None:
+    def _accept(self, listener: socket.socket, token: str, *, deadline: float) -> None:
         """Accept a connection, and keep it if it proves to be a worker of the server."""
         channel, _ = listener.accept()
-        channel.settimeout(self._silence_s)
-        with suppress(ConnectionError, TimeoutError):
-            if compare_digest(str(receive_message(channel).get("token")), token):
+        limit = min(deadline, time.monotonic() + _PROOF_S)
+        with suppress(OSError, ValueError, TypeError, RecursionError):  # of strangers
+            said = receive_message(channel, max_bytes=_MAX_PROOF_BYTES, deadline=limit)
+            if compare_digest(str(said.get("token")).encode(), token.encode()):
+                channel.settimeout(self._silence_s)
                 self.channels.append(channel)
                 return
         channel.close()
