@@ -47,7 +47,7 @@ from tandem.runtime.resources import fits, marker_of, node_needs, refusal, this_
 from tandem.runtime.token import token_file
 from tandem.runtime.torchrun import launched_node
 from tandem.types import TokenIds
-from tandem.workers.calls import call_each
+from tandem.workers.calls import call_at_start
 from tandem.workers.deployment import pool_jobs, replaceable_pools
 from tandem.workers.job import build_worker
 from tandem.workers.policies import require_precision
@@ -449,7 +449,7 @@ def _write_placement(site: RunSite, groups: Mapping[str, WorkerGroup]) -> None:
     records = [
         {"tasks": list(pool.tasks), **record}
         for pool in site.placement.used_pools
-        for record in call_each([groups[pool.name]], "describe")
+        for record in call_at_start([groups[pool.name]], "describe")
     ]
     folder: Path = site.config.trainer.run_folder
     with name_unwritable(folder):

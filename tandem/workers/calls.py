@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.api import WorkerGroup
+from tandem.api import WorkerGroup, WorkerLost
 
 SUBMITTING = threading.Lock()
 """Held while a call is submitted to all ranks of a pool."""
@@ -26,3 +26,14 @@ def submit_each(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> li
 def call_each(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> list[Any]:
     """Call a method of every worker of some groups. Return the results by group and rank."""
     return groups[0].gather(submit_each(groups, method, *args))
+
+
+def call_at_start(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> list[Any]:
+    """Do what ``call_each`` does before the first version of weights has come.
+
+    A worker is replaced from then on. One that ends before raises its failure.
+    """
+    try:
+        return call_each(groups, method, *args)
+    except WorkerLost as lost:
+        raise lost.failure from lost

@@ -30,7 +30,7 @@ from tandem.platforms.select import DTYPES
 from tandem.types import TokenIds
 from tandem.weight_sync.handshake import LinkSettings
 from tandem.weight_sync.transport_choice import TransportKind
-from tandem.workers.calls import call_each
+from tandem.workers.calls import call_at_start
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.remote import PeakMemory, RemotePolicy, RemoteTrainer
 from tandem.workers.remote_rollout import RemoteRollout, RemoteStage, WeightRoute
@@ -191,7 +191,7 @@ def remote_engines(
             max_restarts=rollout.max_engine_restarts if replaces else 0,
         ),
     )
-    call_each(route.linked, "join_link", 0)
+    call_at_start(route.linked, "join_link", 0)
     engines = Engines(
         train=train,
         rollout=remote,
@@ -203,7 +203,7 @@ def remote_engines(
         work=remote.work,
         generates_apart=placement.generates_apart,
         lacks_weights=remote.lacks_weights,
-        num_rows=_num_rows(call_each([generating], "capacity")[:: rollout.ranks_per_engine]),
+        num_rows=_num_rows(call_at_start([generating], "capacity")[:: rollout.ranks_per_engine]),
     )
     trainers = [train] if critic is None else [train, critic]
     # While the critic warms up, the policy has no peak.
