@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.folder import open_model
 from tandem.rollout.attached.messages import receive_message, send_message
-from tandem.rollout.attached.plugin import describe_model, stream_of
+from tandem.rollout.attached.plugin import UpdateState, describe_model, stream_of
 from tandem.rollout.attached.protocol import BACKEND, LOGPROBS_MODE, PROCESSOR
 from tandem.rollout.attached.wire import receive_manifest, receive_tensors
 from tandem.rollout.feed import checkpoint_views
@@ -48,6 +48,7 @@ class VllmServerDouble:
         scales_out, is_developed, is_second: whether it was started with ``--enable-scale-out``,
             with the routes for training, and with vLLM's second model runner.
         is_half: whether a version of weights has not arrived whole.
+        is_started: whether an update was started and not finished.
         dtype: the precision in which it says to compute.
         version: what it answers to ``/version``.
         step_s: the time of a token.
@@ -75,7 +76,7 @@ class VllmServerDouble:
         }
         self.version, self.step_s, self.wrong, self.dies_in = "0.32.0", 0.0, "", ""
         self.scales_out = self.is_developed = True
-        self.is_second = self.is_half = False
+        self.is_second = self.is_half = self.is_started = False
         self.dtype = torch.float32
         self.is_deaf = self.is_dead = False
         self.salts: list[str] = []
@@ -164,12 +165,20 @@ class VllmServerDouble:
             if path in ("/pause", "/resume"):
                 self._is_paused = path == "/pause"
                 self._changes.notify_all()
+            elif path == "/start_weight_update":
+                if self.is_started:
+                    return 400, {"detail": "an update has been started"}
+                self.is_started = True
             elif path == "/finish_weight_update":
+                if not self.is_started:
+                    return 400, {"detail": "no update has been started"}
+                self.is_started = False
                 self._label = body["weight_version"]
         if path == "/init_weight_transfer_engine":
             model = SimpleNamespace(hf_config=SimpleNamespace(**self.hf_config), dtype=self.dtype)
             vllm_config = SimpleNamespace(model_config=model, use_v2_model_runner=self.is_second)
-            describe_model(vllm_config, is_open=self.is_half, **body["init_info"])
+            state = UpdateState(is_open=self.is_half, is_started=self.is_started)
+            describe_model(vllm_config, state, **body["init_info"])
         if path == "/update_weights":
             error = self._receive(**body["update_info"])
             return (500, {"detail": error}) if error else (200, {})

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.api import EngineFailure
+from tandem.rollout.attached.fit import ServerFacts
 from tandem.rollout.attached.messages import WorkerCall, receive_message, send_message
 from tandem.rollout.attached.server import Server, ServerLost
 from tandem.rollout.attached.wire import end_version, send_manifest, send_tensor
@@ -51,18 +52,23 @@ class Delivery:
         version: Version,
         *,
         manifest: Sequence[SliceSpec],
-        num_workers: int,
+        facts: ServerFacts,
     ) -> None:
-        """Pause the server and wait until its workers have opened their models."""
+        """Pause the server and wait until its workers have opened their models.
+
+        An update that another run has started and left is finished first: vLLM starts no other.
+        """
         self._server, self._version = server, version
         self._specs = {spec.name: spec for spec in manifest}
         server.post("/pause", query={"mode": "keep", "clear_cache": "false"})
+        if facts.is_started:
+            server.post("/finish_weight_update", {"weight_version": f"{version.label}-not-begun"})
         server.post("/start_weight_update")
         self._call = WorkerCall(
             server,
             "/update_weights",
             field="update_info",
-            num_workers=num_workers,
+            num_workers=facts.num_workers,
             silence_s=LOAD_S,
         )
         try:

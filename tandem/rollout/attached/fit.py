@@ -56,11 +56,13 @@ class ServerFacts:
         version: the version of vLLM.
         dtype: the precision in which it computes, e.g. ``bfloat16``.
         num_workers: the number of its processes that hold weights.
+        is_started: whether it waits for the end of an update, which another run has left.
     """
 
     version: str
     dtype: str
     num_workers: int
+    is_started: bool = False
 
     def __str__(self) -> str:
         workers = f"{self.num_workers} device{'s' if self.num_workers != 1 else ''}"
@@ -113,7 +115,8 @@ def check_server(server: Server, wanted: Wanted) -> ServerFacts:
         told = _ask_plugin(server, num_workers)
         for one in told:
             _require_model(one, wanted)
-        return ServerFacts(version, told[0]["dtype"], num_workers)
+        is_started = any(one["is_started"] for one in told)
+        return ServerFacts(version, told[0]["dtype"], num_workers, is_started)
     except (LookupError, TypeError, ValueError) as error:
         raise Misfit(
             f"it describes itself in a form that is not known ({error!r})",

@@ -10,6 +10,7 @@ a trainer's do not. Requests without a stream are drawn by vLLM.
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,14 +63,25 @@ def stream_of(params: Any) -> Stream | None:
     )
 
 
-def describe_model(
-    vllm_config: Any, *, address: str, port: int, token: str, is_open: bool = False
-) -> None:
-    """Connect to the run, and tell it which model this worker computes, and how.
+@dataclass(slots=True)
+class UpdateState:
+    """The state of a worker's updates.
 
-    Args:
-        is_open: whether a version did not arrive whole; see ``receive_version``.
+    Attributes:
+        is_open: whether a version was begun and has not arrived whole. vLLM cannot load another
+            then.
+        is_started: whether vLLM has started an update and not finished it. It refuses to start
+            another then.
     """
+
+    is_open: bool = False
+    is_started: bool = False
+
+
+def describe_model(
+    vllm_config: Any, state: UpdateState, *, address: str, port: int, token: str
+) -> None:
+    """Connect to the run, and tell it which model this worker computes, and how."""
     hf_config = vllm_config.model_config.hf_config
     with socket.create_connection((address, port), timeout=_CONNECT_S) as channel:
         send_message(channel, {"token": token})
@@ -77,20 +89,21 @@ def describe_model(
             "protocol": PROTOCOL,
             "model": {name: getattr(hf_config, name, None) for name in SIZES},
             "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
-            "is_whole": not is_open,
+            "is_whole": not state.is_open,
+            "is_started": state.is_started,
             "draws": not vllm_config.use_v2_model_runner,
         }
         send_message(channel, facts)
 
 
 def receive_version(
-    target: LoadedModel, *, address: str, port: int, token: str, is_open: bool = False
+    target: LoadedModel, state: UpdateState, *, address: str, port: int, token: str
 ) -> None:
     """Connect to the trainer and load the version that it sends.
 
     Args:
+        state: it is open from when the model is opened until the version is whole.
         token: proves to the trainer who connects.
-        is_open: whether an earlier version did not arrive whole. vLLM cannot load another then.
 
     Raises:
         EngineFailure, OSError: the version was not loaded whole. The trainer has been told why if
@@ -102,13 +115,15 @@ def receive_version(
         sink = VllmSink(target, receive_manifest(channel), on_end=lambda: None)
         number = int(receive_message(channel)["version"])
         try:
-            if is_open:
+            if state.is_open:
                 raise EngineFailure("vLLM: an earlier version did not arrive whole: start it again")
+            state.is_open = True
             sink.begin(number)
             send_message(channel, {"ready": True})
             for name, tensor in receive_tensors(channel):
                 sink.take(name, tensor)
             sink.end()
+            state.is_open = False
         except (EngineFailure, RuntimeError, ValueError, KeyError, TypeError) as error:
             first = (str(error).splitlines() or [""])[0]
             text = first if isinstance(error, EngineFailure) else f"{type(error).__name__}: {first}"
@@ -124,17 +139,21 @@ def _transfer_class() -> type:
     class TandemTransfer(base):
         """A receiver of versions that a trainer of tandem sends over a connection of its own."""
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._updates = UpdateState()
+
         def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
             """Return whom to connect to."""
             return init_dict
 
         def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
             """Describe the model. Each update has a connection of its own."""
-            is_open = getattr(self, "_is_open", False)
-            describe_model(self.vllm_config, is_open=is_open, **init_info)
+            describe_model(self.vllm_config, self._updates, **init_info)
 
         def start_weight_update(self) -> None:
-            """Do nothing: the update opens the model."""
+            """Note it: the update opens the model."""
+            self._updates.is_started = True
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             """Receive a whole version from the trainer at ``update_info``'s address."""
@@ -144,9 +163,7 @@ def _transfer_class() -> type:
                 device=torch.device(self.device),
                 vllm_config=self.vllm_config,
             )
-            is_open, self._is_open = getattr(self, "_is_open", False), True
-            receive_version(target, is_open=is_open, **update_info)
-            self._is_open = False
+            receive_version(target, self._updates, **update_info)
             if target.device.type != "cpu":
                 torch.accelerator.synchronize()
 
@@ -154,7 +171,8 @@ def _transfer_class() -> type:
             """Do nothing: ``update_weights`` receives."""
 
         def finish_weight_update(self) -> None:
-            """Do nothing: the update closed the model."""
+            """Note it: the update closed the model."""
+            self._updates.is_started = False
 
         def shutdown(self) -> None:
             """Do nothing: no connection is kept."""

@@ -12,7 +12,7 @@ STREAM = "tandem"
 LOGPROBS_MODE = "processed_logits"
 """The value of ``--logprobs-mode``: vLLM returns what the draw left of the logits, which is the
 log-prob of the drawn token."""
-PROTOCOL = 1
+PROTOCOL = 2
 """The number of the messages between a run and the plug-in. Other versions of tandem may have
 another."""
 SIZES = (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -57,8 +58,9 @@ class AttachedSink:
                     member.server,
                     self._version,
                     manifest=self._manifest,
-                    num_workers=member.facts.num_workers,
+                    facts=member.facts,
                 )
+                member.facts = replace(member.facts, is_started=False)
             except ServerLost as loss:
                 self._fleet.lose(member, str(loss))
         self._require_servers()

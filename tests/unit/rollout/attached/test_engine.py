@@ -226,6 +226,19 @@ def test_a_server_that_comes_back_half_replaced_takes_no_part(
     engine.close()
 
 
+def test_an_update_that_another_run_has_left_is_finished_first(folder: Path, start: Starts) -> None:
+    server = start(is_started=True)
+    spec = _spec(folder, server.url)
+    engine, rollout = _attach(spec)
+    for version in (0, 1):
+        change(spec.model, seed=version)
+        rollout.set_weights_version(version)
+        found = generate(rollout, REQUESTS[:1])
+        assert {one.weights_version for one in found.values()} == {version}
+    assert not server.is_started and engine.metrics()["num_lost_servers"] == 0
+    engine.close()
+
+
 def test_the_last_server_is_named_when_it_ends(folder: Path, start: Starts) -> None:
     server = start(step_s=0.02)
     spec = _spec(folder, server.url)
