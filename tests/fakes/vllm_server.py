@@ -31,6 +31,8 @@ from tandem.rollout.packing import pack
 from tandem.rollout.sampler import draw_rows
 from tandem.types import PackedBatch
 
+_BOUNDS = ("/start_weight_update", "/finish_weight_update")
+
 
 class _Params:
     """The sampling parameters of a request, as the plug-in sees them."""
@@ -161,19 +163,9 @@ class VllmServerDouble:
             "/is_paused": {"is_paused": self._is_paused},
             "/reset_prefix_cache": {"success": True},
         }
-        with self._changes:
-            if path in ("/pause", "/resume"):
-                self._is_paused = path == "/pause"
-                self._changes.notify_all()
-            elif path == "/start_weight_update":
-                if self.is_started:
-                    return 400, {"detail": "an update has been started"}
-                self.is_started = True
-            elif path == "/finish_weight_update":
-                if not self.is_started:
-                    return 400, {"detail": "no update has been started"}
-                self.is_started = False
-                self._label = body["weight_version"]
+        if self.is_started is (path == "/start_weight_update") and path in _BOUNDS:
+            return 400, {"detail": "an update has been started, or none has"}
+        self._change(path, body)
         if path == "/init_weight_transfer_engine":
             model = SimpleNamespace(hf_config=SimpleNamespace(**self.hf_config), dtype=self.dtype)
             vllm_config = SimpleNamespace(model_config=model, use_v2_model_runner=self.is_second)
@@ -183,6 +175,16 @@ class VllmServerDouble:
             error = self._receive(**body["update_info"])
             return (500, {"detail": error}) if error else (200, {})
         return 200, answers.get(path, {})
+
+    def _change(self, path: str, body: dict[str, Any]) -> None:
+        """Change what a route of the control of updates changes."""
+        with self._changes:
+            if path in ("/pause", "/resume"):
+                self._is_paused = path == "/pause"
+                self._changes.notify_all()
+            elif path in _BOUNDS:
+                self.is_started = path == "/start_weight_update"
+                self._label = body.get("weight_version", self._label)
 
     def _receive(self, address: str, port: int, token: str) -> str | None:
         with socket.create_connection((address, port)) as channel:
