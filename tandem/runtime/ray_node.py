@@ -12,6 +12,7 @@ import os
 import random
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ _VITAL = ("gcs_server", "raylet")
 _NOTICE_S = 5.0
 """``ray start`` looks for lost processes every second, and then ends the others."""
 _POLL_S = 0.02
+_REMOVAL_S = 5.0
 _ADDRESS_FILE = "ray_current_cluster"
 """The file in Ray's folder to which ``ray start`` writes the address of the cluster."""
 _RAY_START = "import sys; sys.modules['grpc'] = None; from ray.scripts.scripts import main; main()"
@@ -113,14 +115,21 @@ class RayNode:
     """Ray's processes on this node. ``close`` ends them."""
 
     def __init__(
-        self, options: Mapping[str, Any], *, role: Literal["local", "head", "member"], token: str
+        self,
+        options: Mapping[str, Any],
+        *,
+        role: Literal["local", "head", "member"],
+        token: str,
+        folder: Path | None = None,
     ) -> None:
         """Start the processes.
 
         Args:
             options: options of ``ray start``, with underscores for hyphens.
             token: the secret of the cluster.
+            folder: a folder of this cluster alone, which ``close`` removes.
         """
+        self._folder = folder
         given = _ANY_WORKER_PORTS | dict(options)
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
         self._vital_fds: list[int] = []
@@ -172,6 +181,8 @@ class RayNode:
         self._log.close()
         while self._vital_fds:
             os.close(self._vital_fds.pop())
+        if self._folder is not None:
+            _remove(self._folder)
 
 
 def start_head(
@@ -179,7 +190,8 @@ def start_head(
 ) -> tuple[RayNode, str]:
     """Start the head of a cluster, and only the processes that it needs.
 
-    It gets a new folder, because ``address="auto"`` finds other clusters by their folder.
+    It gets a new folder, because ``address="auto"`` finds other clusters by their folder. Ray lets
+    everybody write to its folder, so that it is within another one.
 
     Args:
         options: see ``RayNode``; ``temp_dir`` is the folder in which the new one is made.
@@ -190,7 +202,8 @@ def start_head(
     Raises:
         RayNodeError: Ray does not start, or does not accept the options.
     """
-    folder = Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=options.get("temp_dir")))
+    own_folder = Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=options.get("temp_dir")))
+    folder = own_folder / "ray"  # short: in it, Ray makes sockets, of whose paths Linux takes 107
     defaults = {
         "port": _free_port(),
         "include_dashboard": False,
@@ -200,7 +213,7 @@ def start_head(
     if not options.get("include_dashboard"):
         defaults["dashboard_port"] = 0  # any free one: its process is started in any case
     own = {"head": True, "temp_dir": folder}
-    node = RayNode(defaults | dict(options) | own, role=role, token=token)
+    node = RayNode(defaults | dict(options) | own, role=role, token=token, folder=own_folder)
     file = folder / _ADDRESS_FILE
     try:
         while not (address := file.read_text() if file.exists() else ""):
@@ -213,6 +226,18 @@ def start_head(
         raise
     node.watch_processes()
     return node, address.strip()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder to which processes that are ending may still write.
+
+    What cannot be removed in time is left.
+    """
+    deadline = time.monotonic() + _REMOVAL_S
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def describe_end(lines: Sequence[str], code: int) -> str:

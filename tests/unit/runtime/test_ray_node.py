@@ -52,6 +52,30 @@ def test_a_start_that_fails_says_how(
     with pytest.raises(RayNodeError) as raised:
         start_head({"temp_dir": tmp_path}, role="local", token="")
     assert (str(raised.value).strip(), raised.value.is_usage) == (text, is_usage)
+    assert not list(tmp_path.iterdir()), "nothing is left of it"
+
+
+def test_the_folder_of_a_cluster_is_of_this_user_alone_and_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+import os, sys, time
+(folder,) = [word.partition("=")[2] for word in sys.argv if word.startswith("--temp-dir=")]
+os.makedirs(f"{folder}/session/sockets")
+os.chmod(folder, 0o777)
+with open(f"{folder}/ray_current_cluster", "w") as file:
+    file.write("10.0.0.1:6379")
+time.sleep(600)
+"""
+    monkeypatch.setattr(ray_node, "_RAY_START", program)
+    node, address = start_head({"temp_dir": tmp_path}, role="local", token="")
+    (folder,) = tmp_path.iterdir()
+    assert address == "10.0.0.1:6379" and folder.stat().st_mode & 0o777 == 0o700
+    longest = folder.name + "/ray/session_2026-11-26_21-04-03_949198_4194304/sockets/plasma_store.1"
+    assert len(f"/tmp/{longest}") <= 107
+    assert (folder / "ray").is_dir()
+    node.close()
+    assert not folder.exists()
 
 
 def test_ray_ends_with_the_code_of_wrong_usage_after_an_option_that_it_does_not_know(
