@@ -44,7 +44,7 @@ from tandem.models.folder import ModelFolder, fill_slices, open_part, require_no
 from tandem.models.hf import TransformersModel
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import TORCH, Operators
-from tandem.models.parallel import ALONE, WHOLE, ParallelLayout, peers_of, slices_of_rows
+from tandem.models.parallel import ALONE, WHOLE, ParallelLayout, Regions, peers_of, slices_of_rows
 from tandem.models.vision import TOWER
 from tandem.types import HeldSlice, PackedBatch, Segments
 
@@ -103,15 +103,16 @@ class FsdpModel:
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of ``weights()``; zeros for missing ones."""
-        gradients = {
-            name: torch.zeros_like(part) if p.grad is None else self._local(name, p.grad)
-            for (name, part), p in zip(
-                self.weights().items(), self._trained().values(), strict=True
-            )
-        }
+        gradients = {name: self._part_of_gradient(name, x) for name, x in self._trained().items()}
         if self._copies_embedding:
             self._add_gradient_of_head(gradients)
         return gradients
+
+    def _part_of_gradient(self, name: str, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a gradient; zeros for a missing one."""
+        if parameter.grad is None:
+            return torch.zeros_like(self._local(name, parameter))
+        return self._local(name, parameter.grad)
 
     def _add_gradient_of_head(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the last stage's gradient of a tied embedding to that of the first."""
@@ -119,7 +120,7 @@ class FsdpModel:
         name = "embedding.weight"
         own = gradients.get(name)
         if own is None:  # the last stage
-            own = self._local(name, self._embedding.grad)
+            own = self._part_of_gradient(name, self._embedding)
         received = self.pipeline.to_first(own)
         if received is not None:
             gradients[name].add_(received)
@@ -136,10 +137,18 @@ class FsdpModel:
         ]
 
     @torch.no_grad()
+    def received_slices(self) -> list[HeldSlice]:
+        """Return all that the weight link fills: ``held_slices()``, and a tied head's embedding."""
+        held = self.held_slices()
+        name = "embedding.weight"
+        if self._copies_embedding and name not in self.shard_map.regions:  # the last stage
+            held += slices_of_rows(self._regions()[name], self._local(name, self._embedding))
+        return held
+
+    @torch.no_grad()
     def fill(self, *, random_seed: int | None) -> None:
         """Load or draw this rank's part of all parameters, the frozen ones too."""
-        spec = self.spec
-        regions = regions_of_rank(self.config, spec.layout, rank=spec.rank, dtype=spec.stored)
+        regions = self._regions()
         slices = [
             held
             for name, parameter in self.language_model.module.named_parameters()
@@ -272,6 +281,11 @@ class FsdpModel:
         decoder = self.language_model.decoder
         tower = decoder.tower if decoder is not None and self.config.freezes_tower else None
         return {} if tower is None else {f"{TOWER}{x}": p.data for x, p in tower.named_parameters()}
+
+    def _regions(self) -> dict[str, Regions]:
+        """Return the regions of this rank of all parameters, those of other stages too."""
+        spec = self.spec
+        return regions_of_rank(self.config, spec.layout, rank=spec.rank, dtype=spec.stored)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         named = dict(self.language_model.module.named_parameters())

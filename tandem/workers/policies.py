@@ -203,7 +203,7 @@ def _keeps_weights(spec: PolicySpec, folder: ModelFolder) -> bool:
 
 def changing_slices(model: ShardedModel | FsdpModel) -> Callable[[], list[HeldSlice]]:
     """Return the function that lists what the weight link changes in a policy."""
-    return model.held_slices if isinstance(model, FsdpModel) else model.trained_slices
+    return model.received_slices if isinstance(model, FsdpModel) else model.trained_slices
 
 
 def open_received(

@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tandem.config.schema.optim import OptimConfig
+from tandem.types import SliceSpec, UpdateReport
+from tandem.workers.policies import changing_slices
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training import (
     Case,
     assembled,
     check_outcomes,
+    open_engine,
+    open_sharded_model,
     open_single,
     train_all,
     train_single,
 )
+from tests.unit.engines.minibatch import LOSS, SCALE
 from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 
 ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
@@ -92,3 +98,37 @@ def test_mo11_stages_over_four_ranks(folders: dict[str, Path]) -> None:
     by_rank = run_ranks(train_all, 4, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         check_outcomes(case, ranks)
+
+
+def received_by(
+    rank: int, size: int, store_port: int, case: Case
+) -> list[tuple[SliceSpec, Tensor]]:
+    """Return what the weight link fills in a stage of a model that only scores."""
+    model = open_sharded_model(case, rank=rank, size=size, frozen=True)
+    slices = changing_slices(model)()
+    computing = dict(model.language_model.module.named_parameters())
+    assert {held.spec.name for held in slices} == computing.keys()
+    return [(held.spec, held.tensor.clone()) for held in slices]
+
+
+def test_mo11_the_last_stage_of_a_scorer_receives_a_tied_head(folders: dict[str, Path]) -> None:
+    case = Case(folders["qwen2_tied"], ADAMW, config=staged())
+    first, last = run_ranks(received_by, 2, case)
+    embeddings = [
+        [tensor for spec, tensor in stage if spec.name == "embedding.weight"]
+        for stage in (first, last)
+    ]
+    assert torch.equal(torch.cat(embeddings[0]), torch.cat(embeddings[1]))
+
+
+def update_with_nothing(rank: int, size: int, store_port: int, case: Case) -> UpdateReport:
+    """Take a step for a mini-batch of which no sequence is computed."""
+    engine = open_engine(case, rank=rank, size=size)
+    return engine.update([], LOSS, scale=SCALE, temperature=1.0, num_rounds=0)
+
+
+def test_mo11_stages_with_a_tied_head_step_without_a_micro_batch(folders: dict[str, Path]) -> None:
+    case = Case(folders["qwen2_tied"], ADAMW, config=staged())
+    reports = run_ranks(update_with_nothing, 2, case, timeout_s=120.0)
+    assert reports[0] == reports[1]
+    assert reports[0].grad_norm == 0.0
