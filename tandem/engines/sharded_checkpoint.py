@@ -44,6 +44,7 @@ from tandem.engines.metadata_reader import MetadataReader
 from tandem.engines.optim import PolicyOptimizer
 from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, parameter_shapes
+from tandem.models.experts import is_fixed
 from tandem.models.families import decoder_config
 from tandem.models.hf import open_without_weights
 from tandem.models.language_model import NativeModel
@@ -173,7 +174,8 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
         _export_with_transformers(source, folder, stored=stored, dtype=dtype)
         return
     weights = {
-        name: torch.empty(shape, dtype=stored) for name, shape in parameter_shapes(config).items()
+        name: torch.empty(shape, dtype=torch.float32 if is_fixed(name) else stored)
+        for name, shape in parameter_shapes(config).items()
     }
     regions = tensor_regions(config, rank=0, size=1, dtype=stored)
     _read(source, {name: slices_of_rows(regions[name], part) for name, part in weights.items()})

@@ -29,10 +29,12 @@ from tandem.engines.sharded_checkpoint import (
 from tandem.engines.shards import unsharded_map
 from tandem.engines.single import SingleDeviceEngine
 from tandem.errors import UserError
+from tandem.models.experts import is_fixed
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.models.weights import copy_companions, read_config, write_config
 from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
+from tests.unit.models.tiny_models import EXPERTS, write_hf
 
 MUON = OptimConfig(optimizer="Muon", lr=1e-3, muon_lr=1e-3)
 
@@ -108,6 +110,34 @@ def test_an_export_has_the_trained_weights(tiny_policy_folder: Path, tmp_path: P
         for name, parameter in _open(folder).module.named_parameters():
             expected = trained.weights[name].to(model.dtype).float()
             assert torch.equal(parameter, expected), name
+
+
+def test_mo4_an_export_keeps_a_routers_correction_in_fp32(tmp_path: Path) -> None:
+    source, saved, exported = tmp_path / "source", tmp_path / "saved", tmp_path / "exported"
+    write_hf(EXPERTS["dots1"](), source)
+    model = open_model(str(source), dtype=torch.bfloat16, device="cpu")
+    weights = {name: p.detach() for name, p in model.module.named_parameters()}
+    corrections = [name for name in weights if is_fixed(name)]
+    for name in corrections:
+        assert weights[name].dtype == torch.float32
+        weights[name].fill_(1 / 3)
+    shard_map = unsharded_map(weights)
+    optimizer = PolicyOptimizer(model, OptimConfig(), shard_map=shard_map)
+    saved.mkdir()
+    save_sharded(
+        saved,
+        weights,
+        optimizer=optimizer,
+        regions=shard_map.regions,
+        model="a model",
+        schedule_step=0,
+    )
+    write_config(read_config(source), saved, dtype=torch.bfloat16)
+    export_sharded(saved, exported)
+    again = dict(_open(exported).module.named_parameters())
+    assert corrections
+    for name in corrections:
+        assert torch.equal(again[name], weights[name])
 
 
 def _cut(path: Path) -> None:
