@@ -22,6 +22,8 @@ CHUNK_NUMBERS = 1 << 24
 """The number of elements whose moments are in fp32 at the same time (128 MiB)."""
 _DROPPED_BITS = 16
 """The bits of the mantissa of fp32 that bf16 lacks."""
+_INDEX_BITS = 12
+"""The bits of a seed that number the weights. Numbers of larger models reach into the step's."""
 
 Moments = dict[str, list[Tensor]]
 """The moments by name, one tensor per weight, in order; empty before the first step."""
@@ -92,12 +94,18 @@ class AdamW:
         if not self._half_moments:
             self._update(columns, steps, rate=rate)
             return
-        # The step number seeds the rounding: a resumed run draws the same random numbers, and so do
-        # ranks with the same weights, whose parts have the same sizes in the same order.
-        seed = int(steps[0]) + (first_index << 32)
-        generator = torch.Generator(parts[0].device).manual_seed(seed)
+        # The step and the weight seed the rounding: a resumed run draws the same random numbers, and
+        # so do ranks with the same part of a weight, whatever they hold of others. The seed is in
+        # the low bits, because torch ignores the high ones on a CPU.
+        seed = (int(steps[0]) << _INDEX_BITS) + first_index
+        generators = [
+            torch.Generator(part.device).manual_seed(seed + index)
+            for index, part in enumerate(parts)
+        ]
         for chunk in _chunks(columns, limit=CHUNK_NUMBERS):
-            self._update_rounded(chunk, steps[0], rate=rate, generator=generator)
+            own = [generators[index] for index, _ in chunk]
+            runs = [run for _, run in chunk]
+            self._update_rounded(runs, steps[0], rate=rate, generators=own)
         torch._foreach_add_(steps, 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
     @property
@@ -115,9 +123,15 @@ class AdamW:
         }
 
     def _update_rounded(
-        self, chunk: Sequence[Run], step: Tensor, *, rate: float, generator: torch.Generator
+        self,
+        runs: Sequence[Run],
+        step: Tensor,
+        *,
+        rate: float,
+        generators: Sequence[torch.Generator],
     ) -> None:
-        weights, gradients, *moments = (list(column) for column in zip(*chunk, strict=True))
+        """Take one step of a chunk, with the source of randomness of each run."""
+        weights, gradients, *moments = (list(column) for column in zip(*runs, strict=True))
         sizes = [len(weight) for weight in weights]
         whole = [torch.cat(moment).float() for moment in moments]
         columns = (
@@ -127,7 +141,8 @@ class AdamW:
         )
         self._update(columns, [step.clone() for _ in sizes], rate=rate)
         for kept, moment_N in zip(moments, whole, strict=True):
-            _copy(kept, round_stochastically(moment_N, generator).split(sizes))
+            parts = zip(moment_N.split(sizes), generators, strict=True)
+            _copy(kept, [round_stochastically(part_N, source) for part_N, source in parts])
         if weights[0].dtype != torch.float32:
             _copy(weights, columns[0])
 
@@ -170,21 +185,24 @@ def round_stochastically(x_N: Tensor, generator: torch.Generator) -> Tensor:
     return noise_N.view(torch.float32).bfloat16()
 
 
-def _chunks(columns: Sequence[Sequence[Tensor]], *, limit: int) -> Iterator[list[Run]]:
-    """Yield all tensors as lists of runs with at most ``limit`` elements in total."""
-    chunk: list[Run] = []
+def _chunks(
+    columns: Sequence[Sequence[Tensor]], *, limit: int
+) -> Iterator[list[tuple[int, Run]]]:
+    """Yield all tensors as lists of numbered runs with at most ``limit`` elements in total.
+
+    The runs of a tensor do not depend on the other tensors.
+    """
+    chunk: list[tuple[int, Run]] = []
     room = limit
-    for tensors in zip(*columns, strict=True):
+    for index, tensors in enumerate(zip(*columns, strict=True)):
         flat = [tensor.view(-1) for tensor in tensors]
-        begin, length = 0, len(flat[0])
-        while begin < length:
-            end = min(begin + room, length)
-            chunk.append(tuple(tensor[begin:end] for tensor in flat))
-            room -= end - begin
-            begin = end
-            if not room:
+        for begin in range(0, len(flat[0]), limit):
+            run = tuple(tensor[begin : begin + limit] for tensor in flat)
+            if len(run[0]) > room:
                 yield chunk
                 chunk, room = [], limit
+            chunk.append((index, run))
+            room -= len(run[0])
     if chunk:
         yield chunk
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tandem.engines import adamw
 from tandem.engines.adamw import AdamW, _chunks, round_stochastically
 
 NUM_DRAWS = 4000
@@ -128,10 +129,37 @@ def test_chunks_cover_everything_once_within_the_limit() -> None:
     sizes = (3, 0, 10, 7, 1, 25)
     columns = [[torch.arange(size) + 100 * number for size in sizes] for number in range(4)]
     lists = list(_chunks(columns, limit=10))
-    assert [sum(len(piece[0]) for piece in pieces) for pieces in lists] == [10, 10, 10, 10, 6]
+    assert [sum(len(run[0]) for _, run in runs) for runs in lists] == [3, 10, 8, 10, 10, 5]
+    assert [[index for index, _ in runs] for runs in lists] == [[0], [2], [3, 4], [5], [5], [5]]
     for number, column in enumerate(columns):
-        found = torch.cat([piece[number] for pieces in lists for piece in pieces])
+        found = torch.cat([run[number] for runs in lists for _, run in runs])
         assert torch.equal(found, torch.cat(column))
+
+
+@pytest.mark.parametrize("first", [0, 5, 7, 33])
+def test_half_moments_of_a_weight_do_not_depend_on_the_weights_before_it(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Ranks may hold the same part of one weight, and parts of other sizes of another."""
+    monkeypatch.setattr(adamw, "CHUNK_NUMBERS", 10)
+    found: list[Tensor] = []
+    for size in (7, first):
+        optimizer = _halved()
+        weights = {"experts": torch.zeros(size), "norm": torch.zeros(25)}
+        for step in range(2):
+            noise = torch.rand(25, generator=torch.Generator().manual_seed(step))
+            gradients = {"experts": torch.ones(size), "norm": noise}
+            optimizer.step(weights, gradients, rate=0.1)
+        found.append(weights["norm"])
+    assert torch.equal(found[0], found[1])
+
+
+def test_weights_of_one_step_are_rounded_with_different_noise() -> None:
+    optimizer = _halved()
+    weights = {"x": torch.zeros(256), "y": torch.zeros(256)}
+    gradients = {name: torch.full((256,), 1.003) for name in weights}
+    optimizer.step(weights, gradients, rate=0.1)
+    assert not torch.equal(*optimizer.moments["exp_avg"])
 
 
 def generator() -> torch.Generator:
