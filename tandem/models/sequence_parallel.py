@@ -112,9 +112,11 @@ def gather_tokens(x_L: Tensor, peers: Peers, *, num_tokens: int) -> Tensor:
     """Return the values of all T tokens, (T,); further dimensions stay whole. No gradients."""
     if peers.size == 1:
         return x_L
-    parts = [torch.empty_like(x_L) for _ in range(peers.size)]
-    distributed.all_gather(parts, x_L.contiguous(), group=peers.group)
-    return torch.cat(parts)[:num_tokens]
+    # As bytes: no library of collectives knows the int16 of routes.
+    sent = x_L.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(sent) for _ in range(peers.size)]
+    distributed.all_gather(parts, sent, group=peers.group)
+    return torch.cat(parts).view(x_L.dtype)[:num_tokens]
 
 
 def _own_length(num_tokens: int, peers: Peers) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tandem.models.folder import check_folder, open_part
 from tandem.models.language_model import LanguageModel, NativeModel, score_batch
 from tandem.models.parallel import WHOLE, ParallelLayout, Peers, is_whole, peers_of, slices_of_rows
+from tandem.models.sequence_parallel import gather_tokens, own_tokens
 from tandem.types import PackedBatch
 from tests.distributed.spawn import run_ranks
 from tests.unit.models.tiny_models import NATIVE, pack_shared, sample_sequences, write_hf
@@ -136,3 +137,15 @@ def test_results_and_gradients_equal_those_of_the_whole_model(tmp_path: Path) ->
         write_hf(NATIVE[case](), folder)
     num_batches = len(BATCHES) + len(FAMILIES) - 1
     assert run_ranks(_check_equal, 4, folders) == [4 * num_batches] * 4
+
+
+def _gathered_routes(rank: int, size: int, store_port: int) -> Tensor:
+    routes_TLK = torch.arange(7 * 2 * 3, dtype=torch.int16).view(7, 2, 3) + 300
+    peers = peers_of(init_device_mesh("cpu", (size,)))
+    return gather_tokens(own_tokens(routes_TLK, peers), peers, num_tokens=7)
+
+
+def test_mo8_routes_among_more_than_256_experts_are_gathered() -> None:
+    expected = torch.arange(7 * 2 * 3, dtype=torch.int16).view(7, 2, 3) + 300
+    for found in run_ranks(_gathered_routes, 2):
+        assert torch.equal(found, expected)
