@@ -379,12 +379,15 @@ def _cut_at_stop(
         return completion, ""
     length = bisect_left(range(len(ids)), True, key=lambda n: found in decode(ids[: n + 1])) + 1
     switches = tuple(switch for switch in completion.switches if switch[0] < length)
+    routes = completion.routes
+    num_cut = len(ids) - length
     cut = replace(
         completion,
         token_ids=ids[:length],
         log_probs=completion.log_probs[:length],
         finish_reason=FinishReason.STOP,
         switches=switches,
+        routes=None if routes is None else routes[: len(routes) - num_cut],
     )
     return cut, found
 

@@ -10,17 +10,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.agents.chat import ChatReply, ChatRequest, RequestRefused, read_chat_request
 from tandem.agents.programs import ProgramEnd
 from tandem.agents.setup import Access, ProgramSpec, Task
 from tandem.data.call_formats import CALL_FORMATS
+from tandem.data.routes import routes_of
 from tandem.data.span_tree import rows_of
 from tandem.data.tokenizer import TextCodec
 from tandem.pipeline.conversing import Conversing, HostedPrograms, TurnLimits
 from tandem.pipeline.episodes import outcome_of_end
-from tandem.pipeline.sessions import LANE, Drawing, ProgramSession, play_program
+from tandem.pipeline.sessions import LANE, Drawing, ProgramSession, _cut_at_stop, play_program
 from tandem.types import (
     Completion,
     EpisodeEnd,
@@ -29,6 +31,7 @@ from tandem.types import (
     Prompt,
     RewardStatus,
     SamplingParams,
+    Span,
     Trajectory,
 )
 from tests.fakes.made_tokenizers import codec_for
@@ -310,6 +313,18 @@ def test_m25_a_stop_text_ends_the_turn_at_its_token_and_may_be_written_behind_it
     given = QWEN.decode([trajectory.response_spans[1].token_ids], skip_special=False)[0]
     assert given.startswith("<|im_end|>\n<|im_start|>user\nand 2?")
     assert "and more" not in QWEN.decode([trajectory.response_ids])[0]
+
+
+def test_a_turn_that_is_cut_at_a_stop_text_keeps_the_routes_of_its_tokens() -> None:
+    prompt, ids = array("i", [1, 2, 3]), array("i", QWEN.encode(["x = 1</code> and more"])[0])
+    routes = np.array([*prompt, *ids[:-1]])[:, None, None]
+    log_probs = array("f", [-0.5] * len(ids))
+    drawn = Completion(SAMPLE, ids, log_probs, FinishReason.LENGTH, 0, routes=routes)
+    cut, stop = _cut_at_stop(drawn, ("</code>",), decode=lambda x: QWEN.decode([x])[0])
+    assert stop == "</code>" and len(cut.token_ids) < len(ids)
+    found = routes_of(Trajectory(SAMPLE, (Span(prompt), Span(cut.token_ids, cut))))
+    assert found is not None
+    assert found.ravel().tolist() == [*prompt, *cut.token_ids[:-1]]
 
 
 def test_requests_at_the_same_time_are_branches_with_random_numbers_of_their_own() -> None:
