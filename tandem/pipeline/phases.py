@@ -34,7 +34,7 @@ from tandem.pipeline.optimizer_steps import (
     score_sequences,
     take_steps,
 )
-from tandem.pipeline.replay import require_routes, without_routes
+from tandem.pipeline.replay import sequences_to_replay, without_routes
 from tandem.pipeline.survey import survey
 from tandem.types import LossColumns, UpdateReport
 
@@ -76,19 +76,19 @@ async def score_with_policy(context: RunContext, batch: Batch) -> PolicyScores:
     """Return the scores of the policy before its update.
 
     Raises:
-        UserError: see ``require_routes``.
+        UserError: see ``sequences_to_replay``.
     """
     config = context.config
-    require_routes(config, batch)
+    sequences = sequences_to_replay(config, batch)
     if config.algorithm.rollout_correction.bypass_mode:
-        return PolicyScores(batch.rollout_logp_R, batch.sequences)
+        return PolicyScores(batch.rollout_logp_R, sequences)
     if not config.needs_old_log_probs:
-        return PolicyScores(None, batch.sequences)
+        return PolicyScores(None, sequences)
     with_squares = config.algorithm.estimator.needs_squares
     scored = await score_and_route(
         context,
         context.engines.scorer,
-        sequences=batch.sequences,
+        sequences=sequences,
         limits=limits_of(context, "logp"),
         temperature=config.actor_rollout_ref.rollout.temperature,
         with_squares=with_squares,

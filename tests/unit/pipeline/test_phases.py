@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from tandem.api import Engines, Scores
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
+from tandem.data.packing import pack
+from tandem.data.routes import routes_of
 from tandem.pipeline.batch import lay_out
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
@@ -22,12 +25,18 @@ from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.phases import COMPUTED_SHARE, score_with_policy, update_policy
 from tandem.pipeline.prefetch import finish_scoring
 from tandem.types import (
+    Completion,
+    FinishReason,
     Group,
     LossScale,
     PackedBatch,
+    Prompt,
+    Sample,
+    Span,
+    Trajectory,
     UpdateReport,
 )
-from tests.fakes.pipeline import ImmediateRuntime, partial_context, scored_group
+from tests.fakes.pipeline import FAILED, ImmediateRuntime, partial_context, scored_group
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
@@ -126,6 +135,41 @@ def test_mo8_updates_replay_the_experts_that_computed_old_log_probs(mode: str) -
     asyncio.run(update_policy(parts, experience))
     assert (batch.old_logp_R is not None) == (mode == "R2")
     assert engine.replays == [mode == "R2"]
+
+
+def _drawn(sample_id: int, *token_ids: int, prompt: tuple[int, ...] = (4,)) -> Sample:
+    """Return a sample whose routes are the numbers of its tokens; an empty turn has none."""
+    routes = np.array([*prompt, *token_ids[:-1]], np.uint8)[:, None, None]
+    completion = Completion(
+        sample_id,
+        token_ids,
+        (-0.5,) * len(token_ids),
+        FinishReason.STOP,
+        0,
+        routes=routes if token_ids else None,
+    )
+    return Sample(Trajectory.of_single_turn(prompt, completion), "", FAILED)
+
+
+def test_mo7_an_episode_without_a_turn_takes_no_routes_from_the_others() -> None:
+    samples = (_drawn(0), _drawn(1, 7, 8, 9), _drawn(2, prompt=(5, 6)), _drawn(3, 1))
+    groups = [Group(Prompt(0, 0, (4,), "", "source", ""), samples)]
+    mode = "actor_rollout_ref.actor.router_replay.mode=R3"
+    parts = make_parts(RecordingEngine(), groups, mode)
+    scores = asyncio.run(score_with_policy(parts, lay_out(groups)))
+    empty, first, other, second = scores.sequences
+    assert _replays(pack([empty, first, second])), "the shared prompt has its own routes"
+    packed = pack(scores.sequences)
+    assert packed.routes_TLK is not None and len(packed.routes_TLK) == len(packed.token_ids_T)
+    assert other.routes is not None and len(other.routes) == 2
+
+
+def test_mo7_an_empty_turn_behind_others_needs_no_routes() -> None:
+    spans = _drawn(1, 7, 8).trajectory.spans
+    empty = Completion(1, (), (), FinishReason.FAILED, 0)
+    row = Trajectory(1, (*spans, Span((5,)), Span((), empty)))
+    found = routes_of(row)
+    assert found is not None and found.ravel().tolist() == [4, 7, 7]
 
 
 def test_sequences_without_signal_are_not_computed_but_count_in_the_denominators() -> None:
