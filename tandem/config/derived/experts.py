@@ -27,6 +27,8 @@ _METHODS_OF_V2 = ("greedy", "group_limited_greedy")
 _NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts")
 """The names of the number of experts: on the hub, of DeepSeek's families, and of transformers 5."""
 
+_WIDTH_MULTIPLE = 8
+"""The numbers in 16 bytes of bf16."""
 
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
 """The names of the number of layers that predict further tokens: on the hub, and of transformers 5.
@@ -90,7 +92,10 @@ def experts_of(hf_config: Mapping[str, Any]) -> ExpertConfig | None:
         return None
     experts = read(hf_config)
     _require_consistent(experts)
-    return experts if len(experts.dense_layers) < hf_config["num_hidden_layers"] else None
+    if len(experts.dense_layers) == hf_config["num_hidden_layers"]:
+        return None
+    _require_widths(hf_config, experts)
+    return experts
 
 
 def _read_qwen(hf_config: Mapping[str, Any]) -> ExpertConfig:
@@ -186,7 +191,10 @@ def _read_deepseek(
 
 
 def _read_xdg(hf_config: Mapping[str, Any]) -> ExpertConfig:
-    """Read red-moe's configuration, whose router is one of three."""
+    """Read red-moe's configuration, whose router is one of three.
+
+    A single expert keeps its score as its weight, as in the code of the family.
+    """
     name = hf_config.get("scoring_func", "softmax")
     scoring = _SCORING_OF_XDG.get(name)
     if scoring is None:
@@ -196,11 +204,12 @@ def _read_xdg(hf_config: Mapping[str, Any]) -> ExpertConfig:
             rule=f"must be one of {', '.join(_SCORING_OF_XDG)}",
             remedy="Use the config.json that belongs to the weights.",
         )
-    return _read_deepseek(
+    experts = _read_deepseek(
         {**hf_config, "n_group": 1, "topk_group": 1},
         scoring=scoring,
         is_renormalized=scoring == "sigmoid",
     )
+    return replace(experts, is_renormalized=experts.is_renormalized and experts.num_chosen > 1)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], ExpertConfig]] = {
@@ -235,6 +244,25 @@ def _require_consistent(experts: ExpertConfig) -> None:
         name, value, rule = wrong
         remedy = "Use the config.json that belongs to the weights."
         raise UserError(f"config.json: {name}", value, rule=f"must be {rule}", remedy=remedy)
+
+
+def _require_widths(hf_config: Mapping[str, Any], experts: ExpertConfig) -> None:
+    """Raise UserError unless rows of experts' matrices begin at multiples of 16 bytes in bf16.
+
+    The product of tokens sorted by expert (torch's ``grouped_mm``) takes no other ones.
+    """
+    names = ("moe_intermediate_size", "intermediate_size")
+    inner = next(name for name in names if hf_config.get(name) == experts.inner)
+    for name in ("hidden_size", inner):
+        width = require_size(hf_config, name)
+        if width % _WIDTH_MULTIPLE:
+            nearest = max(1, round(width / _WIDTH_MULTIPLE)) * _WIDTH_MULTIPLE
+            raise UserError(
+                f"config.json: {name}",
+                width,
+                rule=f"a model with experts needs a multiple of {_WIDTH_MULTIPLE}",
+                remedy=f"Use a model with another width, such as {name}={nearest}.",
+            )
 
 
 def _number(hf_config: Mapping[str, Any]) -> int:

@@ -108,6 +108,13 @@ def test_mo3_config_of_transformers_is_read():
             {"model_type": "deepseek_v2", **LATENT, "mlp_bias": True},
             "mlp_bias=True: experts with biases are",
         ),
+        (
+            {"moe_intermediate_size": 28},
+            "moe_intermediate_size=28: a model with experts needs a multiple of 8. Use a model "
+            "with another width, such as moe_intermediate_size=32.",
+        ),
+        ({"hidden_size": 36}, "config.json: hidden_size=36: a model with experts needs a multiple"),
+        ({"model_type": "mixtral", "intermediate_size": 50}, "config.json: intermediate_size=50: "),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank=None: must be a positive integer"),
         ({"model_type": "mixtral", "sliding_window": 32}, "sliding-window attention"),
         (
@@ -121,6 +128,15 @@ def test_mo3_wrong_sizes_are_one_line(change, text):
         decoder_config(QWEN | change)
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("change", [{"scoring_func": "noaux_tc"}, {"norm_topk_prob": True}])
+def test_mo3_a_single_expert_of_red_moe_keeps_its_score_as_weight(change):
+    found = {
+        number: experts_of(QWEN | change | {"model_type": "XdgMoE", "num_experts_per_tok": number})
+        for number in (1, 2)
+    }
+    assert not found[1].is_renormalized and found[2].is_renormalized
 
 
 def test_a_model_whose_layers_are_all_dense_has_no_experts():
