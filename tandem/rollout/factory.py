@@ -174,15 +174,18 @@ def require_recording(
     Args:
         decoder: None for a model that transformers computes.
     """
-    key = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    if not config.enable_rollout_routing_replay:
+        return
+    key, name = "actor_rollout_ref.rollout.enable_rollout_routing_replay", config.name
+    keys = f"{key} and actor_rollout_ref.actor.router_replay.mode"
+    if name in ENGINES and name not in NATIVE_NAMES:
+        rule = f"rollout.name={name} does not record the experts of tokens"
+        remedy = f"Set actor_rollout_ref.rollout.name=native, or leave out {keys}."
+        raise UserError(key, True, rule=rule, remedy=remedy)
     is_dense = platform.kernels == "torch" if decoder is None else _is_dense(decoder, platform)
-    if config.enable_rollout_routing_replay and not is_dense:
-        raise UserError(
-            key,
-            True,
-            rule=f"the engine for {platform.name} does not record the experts of tokens yet",
-            remedy=f"Leave out {key} and actor_rollout_ref.actor.router_replay.mode.",
-        )
+    if not is_dense:
+        rule = f"the engine for {platform.name} does not record the experts of tokens yet"
+        raise UserError(key, True, rule=rule, remedy=f"Leave out {keys}.")
 
 
 def build_hf(spec: EngineSpec) -> RolloutEngine:

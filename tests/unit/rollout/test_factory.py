@@ -17,7 +17,7 @@ from tandem.errors import UserError
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import CPU, Platform
-from tandem.rollout.factory import EngineSpec, build_engine, require_quantization
+from tandem.rollout.factory import EngineSpec, build_engine, require_quantization, require_recording
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.rollout.hf import HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
@@ -189,3 +189,13 @@ def test_fp8_is_built_where_it_is_asked_for(qwen2_folder: Path) -> None:
         log_probs.append(completion.log_probs[0])
     assert log_probs[0] != log_probs[1]
     assert log_probs[0] == pytest.approx(log_probs[1], abs=0.3)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "hf"])
+def test_mo7_engines_that_record_no_experts_are_refused(name: str) -> None:
+    recording = {"name": name, "enable_rollout_routing_replay": True}
+    config = RolloutConfig.model_validate(recording)
+    with pytest.raises(UserError, match=f"rollout.name={name} does not record the experts"):
+        require_recording(config, CONFIG, platform=CPU)
+    native = config.model_copy(update={"name": "native"})
+    require_recording(native, CONFIG, platform=CPU)
