@@ -94,9 +94,9 @@ class AdamW:
         if not self._half_moments:
             self._update(columns, steps, rate=rate)
             return
-        # The step and the weight seed the rounding: a resumed run draws the same random numbers, and
-        # so do ranks with the same part of a weight, whatever they hold of others. The seed is in
-        # the low bits, because torch ignores the high ones on a CPU.
+        # The step and the weight seed the rounding. A resumed run draws the same random numbers, as
+        # do ranks with the same part of a weight, whatever they hold of others. On a CPU, torch
+        # reads the low 32 bits of a seed only.
         seed = (int(steps[0]) << _INDEX_BITS) + first_index
         generators = [
             torch.Generator(part.device).manual_seed(seed + index)
@@ -185,9 +185,7 @@ def round_stochastically(x_N: Tensor, generator: torch.Generator) -> Tensor:
     return noise_N.view(torch.float32).bfloat16()
 
 
-def _chunks(
-    columns: Sequence[Sequence[Tensor]], *, limit: int
-) -> Iterator[list[tuple[int, Run]]]:
+def _chunks(columns: Sequence[Sequence[Tensor]], *, limit: int) -> Iterator[list[tuple[int, Run]]]:
     """Yield all tensors as lists of numbered runs with at most ``limit`` elements in total.
 
     The runs of a tensor do not depend on the other tensors.
