@@ -14,7 +14,11 @@ from pathlib import Path
 
 from tandem.api import EngineFailure, Runtime, WorkerGroup
 from tandem.comm.store import host_store, share_port
-from tandem.config.check.device_rules import require_division, require_whole_layers
+from tandem.config.check.device_rules import (
+    mcore_key,
+    require_division,
+    require_whole_layers,
+)
 from tandem.config.check.expert_rules import require_recorded_scores
 from tandem.config.check.mcore_rules import require_megatron_core
 from tandem.config.check.platform_rules import platform_key
@@ -312,7 +316,7 @@ def fitted(
     require_division(site.config, site.placement, models=known)
     trains = site.platforms[site.placement.pool_of("actor-train").name]
     require_megatron_core(
-        site.placement,
+        mcore_key(site.config, site.placement),
         platform=trains.name,
         runs_megatron=trains.runs_megatron,
         adaptor=trains.megatron_adaptor,

@@ -62,6 +62,7 @@ class FsdpSpec:
         compute: the precision of the forward and backward pass.
         megatron_adaptor: the package that lets megatron-core compute on the device; "" if it does
             by itself.
+        section: the section of the keys of ``config``, for messages.
     """
 
     config: FsdpConfig
@@ -71,6 +72,7 @@ class FsdpSpec:
     stored: torch.dtype
     compute: torch.dtype
     megatron_adaptor: str = ""
+    section: str = "actor_rollout_ref.actor.fsdp_config"
 
 
 class FsdpModel:
@@ -340,7 +342,8 @@ def open_fsdp_model(
     )
     if spec.config.backend == "mcore":
         assert isinstance(model, NativeModel), "models of transformers are refused before"
-        use_megatron_layers(model.decoder, model.layout, adaptor=spec.megatron_adaptor)
+        key, adaptor = f"{spec.section}.backend", spec.megatron_adaptor
+        use_megatron_layers(model.decoder, model.layout, key=key, adaptor=adaptor)
     if frozen:
         model.module.requires_grad_(False)
     if isinstance(model, TransformersModel):

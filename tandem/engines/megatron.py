@@ -32,8 +32,6 @@ from tandem.models.routing import Routing
 from tandem.models.tensor_parallel import NormOfHeads
 from tandem.types import Segments
 
-BACKEND_KEY = "actor_rollout_ref.actor.megatron.backend"
-
 
 class PaddedRows:
     """A packed batch as rows of equal length: every segment after its prefix."""
@@ -119,10 +117,13 @@ class MegatronLayer(nn.Module):
         return attention.pack(y_SBD).to(x_TD.dtype), None
 
 
-def use_megatron_layers(decoder: Decoder, layout: ParallelLayout, *, adaptor: str = "") -> None:
+def use_megatron_layers(
+    decoder: Decoder, layout: ParallelLayout, *, key: str, adaptor: str = ""
+) -> None:
     """Replace the layers of a decoder on the meta device. Collective over the default world.
 
     Args:
+        key: the key that asks for them, for messages.
         adaptor: the package that lets megatron-core compute on the device; "" if it does by itself.
 
     Raises:
@@ -141,7 +142,7 @@ def use_megatron_layers(decoder: Decoder, layout: ParallelLayout, *, adaptor: st
         or decoder.rotary.scale != 1.0
     ):
         raise UserError(
-            BACKEND_KEY,
+            key,
             "mcore",
             rule=f"megatron-core's own modules do not compute this {config.family} model here",
             remedy="Set it to native.",

@@ -173,6 +173,7 @@ def open_policy_part(
         stored=stored,
         compute=compute,
         megatron_adaptor=platform.megatron_adaptor,
+        section=spec.section,
     )
     return open_fsdp_model(
         policy_folder(spec),

@@ -320,6 +320,16 @@ def require_whole_layers(
             raise _as_written(error, config)
 
 
+def mcore_key(config: RunConfig | SftConfig, placement: Placement) -> str | None:
+    """Return the key by which a model asks for megatron-core; None if no model does."""
+    of_task = trained_model(config).of_task
+    for task, layout in placement.layouts.items():
+        if layout.groups_heads:
+            key = f"{of_task.get(task, of_task['actor-train']).section}.backend"
+            return _as_written(UserError(key), config).key
+    return None
+
+
 def _as_written(error: UserError, config: RunConfig | SftConfig) -> UserError:
     """Return an error about a layout with the names of keys that the strategy has."""
     if isinstance(config, SftConfig) or config.actor_rollout_ref.actor.strategy != "megatron":

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from tandem.config.derived.pools import Placement, RankLayout
+from tandem.config.derived.pools import RankLayout
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import ModelOfTask
 from tandem.errors import UserError
 
-_KEY = "actor_rollout_ref.actor.megatron.backend"
 _ENGINE = "of Megatron needs Transformer Engine, which tandem does not use"
 
 
@@ -37,40 +36,49 @@ def mcore_errors(
     for rule, is_broken in rules.items():
         if is_broken:
             yield UserError(key, "mcore", rule=rule, remedy=f"Set {key}=native.")
+    stored, stored_key = model.layout.model_dtype, f"{model.section}.model_dtype"
+    if model.optim is not None and stored != "float32":
+        yield UserError(
+            stored_key,
+            stored,
+            rule=f"{key}=mcore stores the weights of its layers in float32 only",
+            remedy=f"Set {stored_key}=float32.",
+        )
 
 
 def require_megatron_core(
-    placement: Placement, *, platform: str, runs_megatron: bool, adaptor: str = ""
+    key: str | None, *, platform: str, runs_megatron: bool, adaptor: str = ""
 ) -> None:
     """Raise UserError if a model needs megatron-core and this machine cannot compute with it.
 
     Args:
+        key: the key that asks for megatron-core; None if no model does.
         platform: the name of the platform of the devices that train.
         runs_megatron: whether they compute its layers.
         adaptor: the package with which they do; "" if they need none.
     """
-    if not any(layout.groups_heads for layout in placement.layouts.values()):
+    if key is None:
         return
     if not runs_megatron:
         raise UserError(
-            _KEY,
+            key,
             "mcore",
             rule="it computes on NVIDIA's and Huawei's devices only, and the platform is "
             f"{platform}",
-            remedy=f"Set {_KEY}=native.",
+            remedy=f"Set {key}=native.",
         )
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise UserError(
-            _KEY,
+            key,
             "mcore",
             rule="megatron-core is not installed",
-            remedy=f"Run pip install 'megatron-core>=0.16', or set {_KEY}=native.",
+            remedy=f"Run pip install 'megatron-core>=0.16', or set {key}=native.",
         )
     if adaptor and find_spec(adaptor) is None:
         raise UserError(
-            _KEY,
+            key,
             "mcore",
             rule=f"on {platform} it needs the package {adaptor}, which is not installed",
             remedy=f"Install {adaptor} beside the megatron-core that it names, or set "
-            f"{_KEY}=native.",
+            f"{key}=native.",
         )

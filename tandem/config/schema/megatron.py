@@ -24,7 +24,7 @@ _LAYOUTS = {
     "reward_model.megatron": "reward_model.model.fsdp_config",
 }
 """Section of Megatron -> section of FSDP."""
-_STAGE_KEYS = (
+STAGE_KEYS = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
@@ -37,7 +37,7 @@ _SAME = {
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "dtype": "dtype",
     "backend": "backend",
-    **{f"{OVERRIDES}.{name}": name for name in _STAGE_KEYS},
+    **{f"{OVERRIDES}.{name}": name for name in STAGE_KEYS},
 }
 """Key of Megatron -> key of FSDP with the same effect."""
 
@@ -128,7 +128,7 @@ _KEYS: Table = {
         "dtype": "auto",
         "backend": "native",
         "load_weight": True,
-        **{f"{OVERRIDES}.{name}": None for name in _STAGE_KEYS},
+        **{f"{OVERRIDES}.{name}": None for name in STAGE_KEYS},
     }.items()},
     "grad_offload": (False, "gradients are freed after each step; verl never reads it either"),
     "virtual_pipeline_model_parallel_size": (None, _STAGES),
@@ -178,16 +178,23 @@ _REFUSED: Mapping[str, Unbuilt] = {
     **{f"{OVERRIDES}.{name}": row for name, row in _REFUSED_OVERRIDES.items()},
 }
 
-_REPLAY: Table = _all(
-    "only the policy's choices are replayed", "router_replay.mode router_replay.record_file "
-    "router_replay.replay_file"
-)  # fmt: skip
+_OF_POLICY: Table = {
+    **_all(
+        "only the policy's choices are replayed",
+        "router_replay.mode router_replay.record_file router_replay.replay_file",
+    ),
+    "load_weight": (True, "actor_rollout_ref.actor.load_weight decides for both models"),
+}
+"""Keys that have an effect in the section of the actor only."""
+_LOADED = {
+    "reward_model.megatron.load_weight": (True, "a reward model's weights are always loaded")
+}
 
 MEGATRON_IGNORED: Table = {
     f"{section}.{name}": row
     for section in _LAYOUTS
-    for name, row in {**_KEYS, **({} if ".actor." in section else _REPLAY)}.items()
-}
+    for name, row in {**_KEYS, **({} if ".actor." in section else _OF_POLICY)}.items()
+} | _LOADED
 """The keys without effect, of all models; those of ``SPELLINGS`` have one if their strategy is
 chosen."""
 MEGATRON_UNBUILT: Mapping[str, Unbuilt] = {

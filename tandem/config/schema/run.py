@@ -13,6 +13,7 @@ from tandem.config.schema.algorithm import AlgorithmConfig
 from tandem.config.schema.critic import CRITIC_FOLLOWS, CriticConfig
 from tandem.config.schema.data import DataConfig
 from tandem.config.schema.fields import SECTION, TRAINS, follow, read_if
+from tandem.config.schema.megatron import STAGE_KEYS
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.pools import PoolsConfig
 from tandem.config.schema.ref import RefConfig
@@ -95,7 +96,11 @@ def _layout_of_ref(actor: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]
     followed, own = (role.get("fsdp_config", {}) for role in (actor, ref))
     if not isinstance(followed, dict) or not isinstance(own, dict):
         return {}
-    return {"fsdp_config": cast(dict[str, Any], followed) | own}
+    inherited = dict(cast(dict[str, Any], followed))
+    if "pipeline_model_parallel_size" in own:  # the layers of a stage belong to their number
+        for name in STAGE_KEYS:
+            inherited.pop(name, None)
+    return {"fsdp_config": inherited | own}
 
 
 def _with_small_mini_batches(values: Mapping[str, Any]) -> Mapping[str, Any]:

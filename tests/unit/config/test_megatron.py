@@ -8,17 +8,18 @@ from dataclasses import replace
 import pytest
 
 from tandem.config.check import mcore_rules
-from tandem.config.check.device_rules import require_division
+from tandem.config.check.device_rules import mcore_key, require_division
 from tandem.config.check.ignored_keys import ignored_keys, key_effects
 from tandem.config.check.mcore_rules import require_megatron_core
 from tandem.config.check.rules import check_run
 from tandem.config.derived.experts import ExpertConfig
 from tandem.config.derived.latent import LatentConfig
-from tandem.config.derived.pools import place_run
+from tandem.config.derived.pools import place_run, place_sft
 from tandem.config.parse.keys import in_override_grammar, keys_of
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.megatron import MEGATRON_IGNORED, MEGATRON_UNBUILT, OVERRIDES, SPELLINGS
 from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 from tests.fakes.configured import TINY
 
@@ -246,15 +247,60 @@ def test_mo18_layers_that_megatron_core_does_not_compute_are_one_line(change, te
 
 def test_mo18_megatron_core_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (STRATEGY, f"{ACTOR}.megatron.backend=mcore", "trainer.n_gpus_per_node=2")
-    placement = place_run(load(*words).config)
+    config = load(*words).config
+    key = mcore_key(config, place_run(config))
+    assert key == f"{ACTOR}.megatron.backend"
     monkeypatch.setattr(mcore_rules, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'megatron-core>=0.16'"):
-        require_megatron_core(placement, platform="any", runs_megatron=True)
+        require_megatron_core(key, platform="any", runs_megatron=True)
     monkeypatch.setattr(mcore_rules, "find_spec", lambda name: name.startswith("megatron") or None)
-    require_megatron_core(placement, platform="cuda", runs_megatron=True)
+    require_megatron_core(key, platform="cuda", runs_megatron=True)
     with pytest.raises(UserError, match="on npu it needs the package mindspeed, which is not inst"):
-        require_megatron_core(placement, platform="npu", runs_megatron=True, adaptor="mindspeed")
+        require_megatron_core(key, platform="npu", runs_megatron=True, adaptor="mindspeed")
     with pytest.raises(UserError, match="the platform is cpu"):
-        require_megatron_core(placement, platform="cpu", runs_megatron=False)
-    one = place_run(load(words[-1]).config)
-    require_megatron_core(one, platform="cpu", runs_megatron=False)
+        require_megatron_core(key, platform="cpu", runs_megatron=False)
+    native = load(words[-1]).config
+    require_megatron_core(mcore_key(native, place_run(native)), platform="cpu", runs_megatron=False)
+
+
+def test_mo18_errors_name_the_section_that_asks_for_megatron_core() -> None:
+    supervised = load_config(SftConfig, ["engine.backend=mcore"]).config
+    assert mcore_key(supervised, place_sft(supervised)) == "engine.backend"
+    ours = f"{ACTOR}.fsdp_config.backend"
+    config = load(f"{ours}=mcore", "trainer.n_gpus_per_node=2").config
+    assert mcore_key(config, place_run(config)) == ours
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_mo18_trained_weights_of_megatron_core_are_fp32(dtype: str) -> None:
+    own = f"{ACTOR}.fsdp_config"
+    words = (f"{own}.backend=mcore", "trainer.n_gpus_per_node=2", f"{own}.model_dtype={dtype}")
+    config = load(*words).config
+    with pytest.raises(UserError) as refused:
+        require_division(config, place_run(config), models={"actor-train": TINY})
+    assert str(refused.value) == (
+        f"{own}.model_dtype={dtype!r}: {own}.backend=mcore stores the weights of its layers in "
+        f"float32 only. Set {own}.model_dtype=float32."
+    )
+
+
+def test_mo16_a_reference_with_stages_of_its_own_inherits_no_layers_of_a_stage() -> None:
+    first = f"{OVERRIDES}.num_layers_in_first_pipeline_stage=3"
+    words = [STRATEGY, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"]
+    words.append(f"{ACTOR}.megatron.{first}")
+    roles = load(*words).config.actor_rollout_ref
+    assert roles.ref.fsdp_config.num_layers_in_first_pipeline_stage == 3
+    words.append("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=1")
+    roles = load(*words).config.actor_rollout_ref
+    assert roles.ref.fsdp_config.num_layers_in_first_pipeline_stage is None
+    assert roles.actor.fsdp_config.num_layers_in_first_pipeline_stage == 3
+
+
+def test_mo15_the_actor_decides_whether_weights_are_loaded() -> None:
+    for section in ("actor_rollout_ref.ref", "critic"):
+        key = f"{section}.megatron.load_weight"
+        reason = ignored_keys(load(STRATEGY, f"{key}=False"))[key]
+        assert reason == "actor_rollout_ref.actor.load_weight decides for both models"
+    key = "reward_model.megatron.load_weight"
+    reason = ignored_keys(load(STRATEGY, f"{key}=False"))[key]
+    assert reason == "a reward model's weights are always loaded"
