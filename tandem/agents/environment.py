@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -21,9 +21,9 @@ from tandem.agents.tools import (
     ToolFailed,
     ToolResult,
     answer_call,
+    call_method,
     import_class,
     read_return,
-    takes,
 )
 from tandem.config.schema.imports import describe
 from tandem.data.call_formats import call_id, message_of_turn, result_message
@@ -39,6 +39,7 @@ class ToolEnvironment:
     """The environment of one episode.
 
     Args:
+        before: the messages between the prompt and the first turn.
         tools: all tools of the process.
         interaction: the simulated user of the row; None without one.
     """
@@ -47,6 +48,7 @@ class ToolEnvironment:
         self,
         task: Task,
         *,
+        before: Sequence[Mapping[str, Any]] = (),
         tools: Mapping[str, LoadedTool],
         interaction: Any,
         limits: ToolLimits,
@@ -54,7 +56,7 @@ class ToolEnvironment:
         self._tools = tools
         self._interaction = interaction
         self._limits = limits
-        self._episode = ToolEpisode(task, [dict(message) for message in task.messages])
+        self._episode = ToolEpisode(task, [dict(message) for message in (*task.messages, *before)])
         self._user: str | None = None
 
     @property
@@ -89,9 +91,10 @@ class ToolEnvironment:
     async def close(self) -> str:
         """Release all instances and end the interaction; return the first failure, or ""."""
         releases = [tool.release(self._episode) for tool in self._tools.values()]
-        if self._user is not None:
+        user, self._user = self._user, None
+        if user is not None:
             ending = self._interaction.finalize_interaction
-            releases.append(ending(**takes(ending, {"instance_id": self._user})))
+            releases.append(call_method(ending, (), known={"instance_id": user}))
         results = await asyncio.gather(*releases, return_exceptions=True)
         failures = [one for one in results if isinstance(one, BaseException)]
         return "".join(traceback.format_exception(failures[0])) if failures else ""
@@ -132,12 +135,10 @@ class ToolEnvironment:
         try:
             if self._user is None:
                 identity = str(uuid4())
-                begin = user.start_interaction
-                await begin(identity, **takes(begin, known))
+                await call_method(user.start_interaction, (identity,), known=known)
                 self._user = identity
-            respond = user.generate_response
-            is_over, answer, score, _ = await respond(
-                self._user, self._episode.messages, **takes(respond, known)
+            is_over, answer, score, _ = await call_method(
+                user.generate_response, (self._user, self._episode.messages), known=known
             )
             text, reward = read_return((answer, score))
             if len(text) > _MAX_CHARACTERS:

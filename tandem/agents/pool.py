@@ -23,7 +23,7 @@ from tandem.agents.hosting import Play
 from tandem.agents.setup import EnvironmentSetup, Task
 from tandem.agents.worker import NUMBER_BYTES, End, Step
 from tandem.children.process import ChildProcess
-from tandem.data.call_formats import ToolSchema, result_message
+from tandem.data.call_formats import ToolSchema, message_of_turn, result_message
 from tandem.errors import RunFailure, UserError
 from tandem.types import AssistantTurn, Observation, ToolStatus
 
@@ -69,6 +69,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[list[ToolSchema]] = loop.create_future()
         self.in_flight: dict[str, asyncio.Future[Any]] = {}
+        self._abandoned: set[str] = set()
         self.episodes: set[tuple[int, int]] = set()
         self.num_waiting = 0
         self.is_retired = False
@@ -100,7 +101,9 @@ class _Process:
         try:
             return await answer
         finally:
-            self.in_flight.pop(number.hex(), None)
+            del self.in_flight[number.hex()]
+            if answer.cancelled():
+                self._abandoned.add(number.hex())
 
     def on_lines(self, lines: list[bytes]) -> None:
         """See ``ChildListener``."""
@@ -109,7 +112,7 @@ class _Process:
                 return
             try:
                 self._take(json.loads(line))
-            except (ValueError, TypeError, LookupError, RecursionError):
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 self._end("something wrote to the channel of its process")
 
     def on_exit(self) -> None:
@@ -123,6 +126,11 @@ class _Process:
     def _take(self, message: Any) -> None:
         if self.ready.done():
             number, fields = message
+            if number in self._abandoned:
+                self._abandoned.remove(number)
+                if fields.get("num_hung"):
+                    self._pool.retire(self)
+                return
             answer = self.in_flight[number]
             if not answer.done():
                 answer.set_result(fields)
@@ -283,7 +291,7 @@ class EnvironmentPool:
     def retire(self, process: _Process) -> None:
         """Give a process no new episodes, and kill it once nothing depends on it."""
         process.is_retired = True
-        if process.load == 0:
+        if process.load == 0 and not process.child.is_killed:
             process.kill("a call of it hangs")
 
     def step_limit_s(self, task: Task, turn: AssistantTurn | None) -> float:
@@ -340,6 +348,7 @@ class EnvironmentSession:
         self._held_by: _Process | None = None
         self._places: Places | None = None
         self._last: _Process | None = None
+        self._said: list[Mapping[str, Any]] = []
 
     async def reset(self, *, timeout_s: float) -> Observation:
         """Begin the episode, once there is a place for it.
@@ -364,6 +373,12 @@ class EnvironmentSession:
 
     async def step(self, turn: AssistantTurn) -> Observation:
         """Answer a turn. A lost process or a tool that raised is an observation with FAILED."""
+        observation = await self._answer(turn)
+        if self._held_by is None:  # the next process must be told
+            self._said += [message_of_turn(turn), *observation.messages]
+        return observation
+
+    async def _answer(self, turn: AssistantTurn) -> Observation:
         if self._held_by is not None:
             return await self._try(self._held_by, turn, lost="its state is lost: ")
         process = self._pool.choose()
@@ -396,7 +411,8 @@ class EnvironmentSession:
         try:
             await process.wait_until_ready()
             async with asyncio.timeout(limit_s := self._pool.step_limit_s(self._task, turn)):
-                fields = await process.ask(Step(self._task, turn))
+                before = () if process is self._held_by else tuple(self._said)
+                fields = await process.ask(Step(self._task, turn, before))
             if "full" in fields:
                 raise NoPlace(fields["full"], fields["num_places"])
             answer = _read_answer(fields)
@@ -409,13 +425,16 @@ class EnvironmentSession:
                 return _failure(f"its process hung for {limit_s:g} s")
             if turn is None or not turn.calls:
                 return _failure(f"no answer within {limit_s:g} s")
-            return _hung(turn, self._pool.step_limit_s(self._task, turn))
-        if answer.is_stateful:
-            self._held_by = process
-            process.episodes.add(self._task.episode_id)
-        if answer.num_hung:
-            self._pool.retire(process)
-        return answer.observation
+            return _hung(turn, limit_s)
+        else:
+            if answer.is_stateful:
+                self._held_by = process
+                process.episodes.add(self._task.episode_id)
+            process.is_retired = process.is_retired or answer.num_hung > 0
+            return answer.observation
+        finally:
+            if process.is_retired:
+                self._pool.retire(process)
 
 
 def _timeout_of(fields: Mapping[str, Any]) -> float:

@@ -143,7 +143,7 @@ class ClassOfUser:
     async def call(self, arguments: dict[str, Any], episode: ToolEpisode) -> Any:
         """Execute the call on the instance of the episode."""
         if self._name not in episode.instances:
-            made = await _call_method(
+            made = await call_method(
                 self._tool.create, (), known=_kwargs(episode, self._name, method="create")
             )
             episode.instances[self._name] = made[0] if isinstance(made, tuple) else made
@@ -151,7 +151,7 @@ class ClassOfUser:
         known = _kwargs(episode, self._name, method="execute")
         known["agent_data"] = _agent_data(episode)
         try:
-            return await _call_method(self._tool.execute, (instance, arguments), known=known)
+            return await call_method(self._tool.execute, (instance, arguments), known=known)
         finally:
             if self._is_per_call:
                 await self.release(episode)
@@ -161,7 +161,7 @@ class ClassOfUser:
         if self._name in episode.instances:
             instance = episode.instances.pop(self._name)
             known = _kwargs(episode, self._name, method="release")
-            await _call_method(self._tool.release, (instance,), known=known)
+            await call_method(self._tool.release, (instance,), known=known)
 
 
 def load_tools(setup: EnvironmentSetup) -> list[LoadedTool]:
@@ -355,9 +355,10 @@ def _agent_data(episode: ToolEpisode) -> SimpleNamespace:
     )
 
 
-async def _call_method(
+async def call_method(
     method: Callable[..., Any], arguments: Sequence[Any], *, known: Mapping[str, Any]
 ) -> Any:
+    """Call a method of the user, plain or async, with those of ``known`` that it takes."""
     result = method(*arguments, **takes(method, known))
     return await result if inspect.isawaitable(result) else result
 

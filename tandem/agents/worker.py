@@ -3,8 +3,8 @@
 
 Input is an ``EnvironmentSetup``, then steps and ends of episodes, each after a secret number.
 Output is JSON lines: a greeting with the schemas of the tools, then an answer for each message.
-Steps of several episodes run at the same time; an episode is made at its first step. The program
-imports neither torch nor transformers.
+Steps of several episodes run at the same time; an episode is made at its first step, and kept from
+then on only if it has state. The program imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import asyncio
 import os
 import pickle
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from tandem.children.child import (
     set_limits,
     write_prints_to,
 )
+from tandem.config.schema.imports import describe
 from tandem.errors import NO_VALUE, UserError
 from tandem.types import AssistantTurn, Observation, ToolStatus
 
@@ -38,10 +41,16 @@ NUMBER_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A turn of an episode to answer; None for its beginning."""
+    """A turn of an episode to answer; None for its beginning.
+
+    Attributes:
+        before: the messages between the prompt and the turn, for a process that does not hold the
+            episode.
+    """
 
     task: Task
     turn: AssistantTurn | None
+    before: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,32 +150,35 @@ class _Server:
                 tasks.create_task(answer(message))
 
     async def _step(self, request: Step) -> dict[str, Any]:
+        identity, turn = request.task.episode_id, request.turn
         try:
-            episode = self._episodes.get(request.task.episode_id)
-            if episode is None:
-                episode = self._make(request.task)
-                self._episodes[request.task.episode_id] = episode
-            if request.turn is None:
-                observation = await episode.reset()
-            else:
-                observation = await episode.step(request.turn)
+            with _failures_as_ones_of_tools():
+                episode = self._episodes.get(identity) or self._make(request)
+                self._episodes[identity] = episode
+                observation = await (episode.reset() if turn is None else episode.step(turn))
         except ToolFailed as error:
+            self._log(str(error))
             return _fields(_failed(error), is_stateful=False, num_hung=0)
         except ServerFull as error:
-            del self._episodes[request.task.episode_id]
+            self._episodes.pop(identity, None)
             answer = _fields(Observation(), is_stateful=False, num_hung=0)
             return {**answer, "full": str(error), "num_places": error.num_places}
         if observation.detail:
             self._log(observation.detail)
+        if self._episodes.get(identity) is not episode:  # it was ended meanwhile
+            await self._close(episode)
+        elif not episode.is_stateful:
+            del self._episodes[identity]
         return _fields(observation, is_stateful=episode.is_stateful, num_hung=episode.num_hung)
 
-    def _make(self, task: Task) -> EpisodeEnvironment:
-        limits = self._setup.limits
+    def _make(self, request: Step) -> EpisodeEnvironment:
+        task, limits = request.task, self._setup.limits
         if task.agent:
             spec = self._openenvs[task.agent]
             return OpenEnvEpisode(task, spec, max_characters=limits.max_characters)
         return ToolEnvironment(
             task,
+            before=request.before,
             tools=self._tools,
             interaction=interaction_of(task, self._interactions),
             limits=limits,
@@ -182,16 +194,34 @@ class _Server:
         num_hung = await self._hosted.stop(episode_id)
         episode = self._episodes.pop(episode_id, None)
         if episode is not None:
-            failure = await episode.close()
-            if failure:
-                self._log(failure)
+            await self._close(episode)
         return {"num_hung": num_hung}
+
+    async def _close(self, episode: EpisodeEnvironment) -> None:
+        try:
+            with _failures_as_ones_of_tools():
+                failure = await episode.close()
+        except ToolFailed as error:
+            failure = str(error)
+        if failure:
+            self._log(failure)
 
     def _log(self, text: str) -> None:
         """Write the first failure of this process to its log."""
         if not self._has_logged:
             self._has_logged = True
             os.write(2, f"The first error of environment process {os.getpid()}:\n{text}\n".encode())
+
+
+@contextmanager
+def _failures_as_ones_of_tools() -> Iterator[None]:
+    """Let an error that nobody expected fail its episode, and not the process."""
+    try:
+        yield
+    except (ToolFailed, ServerFull):
+        raise
+    except Exception as error:
+        raise ToolFailed(describe(error)) from error
 
 
 def _failed(error: ToolFailed) -> Observation:

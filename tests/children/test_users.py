@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from tandem.agents.pool import EnvironmentPool
 from tandem.agents.setup import EnvironmentSetup, InteractionSpec, ToolLimits
 from tandem.types import AssistantTurn, Observation, ToolStatus
-from tests.children.test_tools import in_pool, task, texts
+from tests.children.test_tools import FUNCTIONS, in_pool, task, texts, turn
 
 USERS = """
 import time
@@ -23,6 +26,16 @@ ANSWERS = {
     "text": "and then?",
     "good": (False, "more", "good", {}),
 }
+
+class Plain(BaseInteraction):
+    def start_interaction(self, instance_id=None, **kwargs):
+        return instance_id
+
+    def generate_response(self, instance_id, messages, **kwargs):
+        return False, " ".join(message["content"] for message in messages), 0.0, {}
+
+    def finalize_interaction(self, instance_id, **kwargs):
+        return None
 
 class Odd(BaseInteraction):
     async def start_interaction(self, instance_id=None, what="", **kwargs):
@@ -66,3 +79,46 @@ def test_what_a_user_says_is_text_and_all_else_is_a_failure_that_names_it(
         assert has_failed == (what not in ("none", "bytes")), (what, one)
         found = one.detail if has_failed else texts(one)[0]
         assert found.startswith(ODD_ANSWERS[what]) and "\n" not in found, (what, found)
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSetup:
+    (tmp_path / "plain_users.py").write_text(USERS)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return EnvironmentSetup(
+        function_path=str(tmp_path / "functions.py"),
+        interactions=(InteractionSpec("plain", "plain_users.Plain", {}),),
+    )
+
+
+def test_users_with_plain_methods_and_rows_with_odd_fields_stop_no_other_episode(
+    plain: EnvironmentSetup,
+) -> None:
+    async def ask_all(pool: EnvironmentPool) -> list[Observation]:
+        kwargs = [{"name": "plain"}, {"name": "plain"}, "plain"]
+        first, second, odd = (
+            pool.open(task(number=i, interaction_kwargs=one)) for i, one in enumerate(kwargs)
+        )
+        seen = [await one.step(AssistantTurn("a")) for one in (first, second, odd)]
+        await first.close()
+        return [*seen, await second.step(AssistantTurn("b"))]
+
+    first, second, odd, again = in_pool(plain, ask_all)
+    assert texts(first) == texts(second) == ["q a"]
+    assert odd.statuses == (ToolStatus.FAILED,) and "AttributeError" in odd.detail
+    assert texts(again) == ["q a q a b"]
+
+
+def test_a_user_reads_turns_that_another_process_has_answered(plain: EnvironmentSetup) -> None:
+    async def lose_a_process(pool: EnvironmentPool) -> Observation:
+        session = pool.open(task(interaction_kwargs={"name": "plain"}))
+        called = replace(turn(("give", {"what": "pid"})), text="call")
+        (pid,) = texts(await session.step(called))
+        os.kill(int(pid), signal.SIGKILL)
+        seen = await session.step(AssistantTurn("a"))
+        assert texts(seen) == [f"q call {pid} a"]
+        return await session.step(AssistantTurn("b"))
+
+    said = texts(in_pool(plain, lose_a_process))[0]
+    assert said.startswith("q call ") and said.count("call") == 2 and said.endswith(" a b")
