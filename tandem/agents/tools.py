@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -93,6 +94,7 @@ class ToolEpisode:
 
     Attributes:
         instances: the ids of instances of stateful tools, by the name of the tool.
+        creating: the locks under which instances are made, by the name of the tool.
         messages: the conversation so far.
         num_hung: the number of calls whose threads did not end in time and still run.
     """
@@ -100,6 +102,9 @@ class ToolEpisode:
     task: Task
     messages: list[dict[str, Any]]
     instances: dict[str, Any] = field(default_factory=dict[str, Any])
+    creating: defaultdict[str, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
     num_hung: int = 0
 
 
@@ -126,6 +131,7 @@ class FunctionOfUser:
 class ClassOfUser:
     """A ``BaseTool``: ``create`` at the first call of an episode, ``release`` at its end.
 
+    With ``per_call`` each call has an instance of its own.
     Each method gets those keyword arguments that it takes, as verl's versions pass different ones.
     """
 
@@ -142,26 +148,35 @@ class ClassOfUser:
 
     async def call(self, arguments: dict[str, Any], episode: ToolEpisode) -> Any:
         """Execute the call on the instance of the episode."""
-        if self._name not in episode.instances:
-            made = await call_method(
-                self._tool.create, (), known=_kwargs(episode, self._name, method="create")
-            )
-            episode.instances[self._name] = made[0] if isinstance(made, tuple) else made
-        instance = episode.instances[self._name]
-        known = _kwargs(episode, self._name, method="execute")
-        known["agent_data"] = _agent_data(episode)
-        try:
-            return await call_method(self._tool.execute, (instance, arguments), known=known)
-        finally:
-            if self._is_per_call:
-                await self.release(episode)
+        if self._is_per_call:
+            instance = await self._create(episode)
+            try:
+                return await self._execute(instance, arguments, episode)
+            finally:
+                await self._release(instance, episode)
+        async with episode.creating[self._name]:
+            if self._name not in episode.instances:
+                episode.instances[self._name] = await self._create(episode)
+        return await self._execute(episode.instances[self._name], arguments, episode)
 
     async def release(self, episode: ToolEpisode) -> None:
         """Release the instance of the episode, if it has one."""
         if self._name in episode.instances:
-            instance = episode.instances.pop(self._name)
-            known = _kwargs(episode, self._name, method="release")
-            await call_method(self._tool.release, (instance,), known=known)
+            await self._release(episode.instances.pop(self._name), episode)
+
+    async def _create(self, episode: ToolEpisode) -> Any:
+        known = _kwargs(episode, self._name, method="create")
+        made = await call_method(self._tool.create, (), known=known)
+        return made[0] if isinstance(made, tuple) else made
+
+    async def _execute(self, instance: Any, arguments: dict[str, Any], episode: ToolEpisode) -> Any:
+        known = _kwargs(episode, self._name, method="execute")
+        known["agent_data"] = _agent_data(episode)
+        return await call_method(self._tool.execute, (instance, arguments), known=known)
+
+    async def _release(self, instance: Any, episode: ToolEpisode) -> None:
+        known = _kwargs(episode, self._name, method="release")
+        await call_method(self._tool.release, (instance,), known=known)
 
 
 def load_tools(setup: EnvironmentSetup) -> list[LoadedTool]:
@@ -266,11 +281,13 @@ async def answer_call(
         return ToolResult(ToolStatus.MODEL_ERROR, text)
     limit_s = tool.timeout_s or limits.timeout_s
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s) as clock:
             returned = await tool.call(arguments, episode)
         text, reward = read_return(returned)
         status = ToolStatus.OK
-    except TimeoutError:
+    except TimeoutError as error:
+        if not clock.expired():  # the tool's own
+            raise ToolFailed(f"the tool {call.name}: {describe(error)}") from error
         return ToolResult(ToolStatus.TIMEOUT, f"No result within {limit_s:g} s.")
     except ToolMistake as mistake:
         text, reward, status = str(mistake), None, ToolStatus.MODEL_ERROR
@@ -296,7 +313,8 @@ def _find_fault(arguments: Mapping[str, Any], schema: ToolSchema) -> str:
     """Return why arguments do not match a schema, or ""; it checks names and plain types."""
     parameters = schema["function"].get("parameters") or {}
     properties: Mapping[str, Any] = parameters.get("properties") or {}
-    for name in parameters.get("required") or ():
+    required = parameters.get("required") or ()
+    for name in required:
         if name not in arguments:
             return f"{name!r} is missing"
     for name, value in arguments.items():
@@ -306,7 +324,8 @@ def _find_fault(arguments: Mapping[str, Any], schema: ToolSchema) -> str:
         kinds = _TYPES.get(kind) if isinstance(kind, str) else None
         is_wrong = kinds is not None and not isinstance(value, kinds)
         is_flag = isinstance(value, bool) and kind in ("integer", "number")
-        if (is_wrong or is_flag) and value is not None:
+        may_be_null = name not in required or properties[name].get("nullable")
+        if (is_wrong or is_flag) and not (value is None and may_be_null):
             return f"{name!r} must be of the type {kind}"
     return ""
 

@@ -66,6 +66,24 @@ class OldCounter(BaseTool):
         with open(self.config["notes"], "a") as file:
             file.write("r")
 
+class Slow(BaseTool):
+    """A tool whose create and execute give way to other calls."""
+
+    living = set()
+
+    async def create(self, instance_id=None, **kwargs):
+        await asyncio.sleep(0.05)
+        instance_id = str(uuid4())
+        self.living.add(instance_id)
+        return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        await asyncio.sleep(parameters["wait"])
+        return f"{instance_id in self.living} {len(self.living)}"
+
+    async def release(self, instance_id, **kwargs):
+        self.living.remove(instance_id)
+
 class NewEcho(BaseTool):
     """A tool of verl 0.9: create gets create_kwargs, execute gets agent_data; it has a schema."""
 
@@ -247,6 +265,25 @@ def test_m9_an_instance_lives_for_a_trajectory_and_is_released_once(
     assert (tmp_path / "notes").read_text() == "r"
 
 
+@pytest.mark.parametrize("per_call", [False, True])
+def test_calls_at_the_same_time_use_instances_that_live_and_are_all_released(
+    classes: EnvironmentSetup, per_call: bool
+) -> None:
+    tool = ToolSpec("made_tools.Slow", {"per_call": per_call}, COUNTER)
+    setup = replace(classes, tools=(tool,), interactions=())
+
+    async def work(pool: EnvironmentPool) -> list[Observation]:
+        first, second = pool.open(task()), pool.open(task(number=1))
+        both = await first.step(turn(("count", {"wait": 0.01}), ("count", {"wait": 0.1})))
+        await first.close()
+        return [both, await second.step(turn(("count", {"wait": 0.0})))]
+
+    both, after = in_pool(setup, work)
+    assert both.statuses == (ToolStatus.OK,) * 2
+    assert [text.split()[0] for text in texts(both)] == ["True", "True"]
+    assert texts(after) == ["True 1"], "the first episode has released its instances"
+
+
 def test_m9_interactions_answer_turns_without_calls_and_are_always_finalized(
     classes: EnvironmentSetup, tmp_path: Path
 ) -> None:
@@ -331,6 +368,7 @@ def test_mistakes_of_the_model_are_answered_and_odd_results_are_texts(
         (("nothing", {}), "Unknown tool 'nothing'. The tools are:", ToolStatus.MODEL_ERROR),
         (("add", {}), "The arguments of add are wrong: 'a' is missing.", ToolStatus.MODEL_ERROR),
         (("add", {"a": "1"}), "'a' must be of the type integer", ToolStatus.MODEL_ERROR),
+        (("add", {"a": None}), "'a' must be of the type integer", ToolStatus.MODEL_ERROR),
         (("add", {"a": 1, "c": 1}), "there is no 'c'", ToolStatus.MODEL_ERROR),
         (("give", {"what": "none"}), "", ToolStatus.OK),
         (("give", {"what": "bytes"}), "abc", ToolStatus.OK),
@@ -348,13 +386,15 @@ def test_mistakes_of_the_model_are_answered_and_odd_results_are_texts(
 
 
 def test_m14_an_exception_of_a_tool_is_a_failure_that_names_it(functions: EnvironmentSetup) -> None:
-    raised, odd, fine = play(
+    late, raised, odd, fine = play(
         functions,
+        turn(("give", {"what": "late"})),
         turn(("give", {"what": "raise"})),
         turn(("give", {"what": "four"})),
         turn(("add", {"a": 1})),
     )
-    assert raised.statuses == (ToolStatus.FAILED,)
+    assert late.statuses == raised.statuses == (ToolStatus.FAILED,)
+    assert late.detail.startswith("the tool give: TimeoutError: the backend does not answer")
     assert raised.detail == "the tool give: KeyError: 'gone' (functions.py:47)"
     assert "a tuple of 4 values" in odd.detail
     assert fine.statuses == (ToolStatus.OK,)
