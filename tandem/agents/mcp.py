@@ -4,7 +4,8 @@
 It speaks the protocol's versions that begin with ``initialize``, over standard input and output or
 streamable HTTP. A server that is lost, or that answers with an error of HTTP, is connected once
 more, and the call is tried again; other calls end over the old connection. If that fails, or the
-server was the episode's own, the tool has failed and the episode has no reward. An error that a
+server was the episode's own, the tool has failed and the episode has no reward. One that answers
+nothing any more after a call ran out of its time is connected anew for other calls. An error that a
 tool reports is the policy's to read.
 """
 
@@ -38,6 +39,8 @@ PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 """The versions of the protocol that are spoken; the first one is offered."""
 START_S = 45.0
 """The time in which all servers of a process must be ready."""
+PING_S = 3.0
+"""The time in which a server must answer whether it lives."""
 _NO_SCHEMA: Mapping[str, Any] = {"type": "object", "properties": {}}
 _SESSION, _PROTOCOL = "mcp-session-id", "mcp-protocol-version"
 _ACCEPTED = "application/json, text/event-stream"
@@ -166,15 +169,20 @@ class McpServer:
 
     Args:
         keeps_state: whether a lost connection takes the state of an episode with it.
+        ping_s: the time in which it must answer a ping, once a call has run out of its time.
     """
 
-    def __init__(self, spec: ServerSpec, *, keeps_state: bool = False) -> None:
+    def __init__(
+        self, spec: ServerSpec, *, keeps_state: bool = False, ping_s: float = PING_S
+    ) -> None:
         self.spec = spec
         self._keeps_state = keeps_state
         self._channel: Channel | None = None
         self._num_under_way: Counter[Channel] = Counter()
         self._given_up: set[Channel] = set()
         self._connecting = asyncio.Lock()
+        self._ping_s = ping_s
+        self._check: asyncio.Task[None] | None = None
 
     async def list_tools(self) -> list[Mapping[str, Any]]:
         """Return what the server says about its tools; raise RpcRefused or RpcLost."""
@@ -191,6 +199,8 @@ class McpServer:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call a tool; if the connection is lost, once more over a new one.
 
+        If this is cancelled, the server is asked whether it lives. One that does not answer is
+        connected anew for the next call.
         The old connection is closed when the last call over it has ended: others may still get
         their answers, as a server may refuse one request and go on with the next.
 
@@ -205,14 +215,14 @@ class McpServer:
         except RpcLost:
             if self._keeps_state:
                 raise  # a new connection would begin from another state
-            if self._channel is channel:
-                self._channel = None
-                self._given_up.add(channel)
-                await self._close_unused(channel)
+            await self._give_up(channel)
         return await self._call_over(await self._connected(), params)
 
     async def close(self) -> None:
         """End the connection, and the program."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.wait((self._check,))
         channels = [*self._given_up, *([] if self._channel is None else [self._channel])]
         self._channel = None
         self._given_up.clear()
@@ -223,8 +233,30 @@ class McpServer:
         self._num_under_way[channel] += 1
         try:
             return await _ask(channel, "tools/call", params=params)
+        except asyncio.CancelledError:
+            is_checked = self._check is not None and not self._check.done()
+            if channel is self._channel and not self._keeps_state and not is_checked:
+                checking = self._require_life(channel)
+                self._check = asyncio.get_running_loop().create_task(checking)
+            raise
         finally:
             self._num_under_way[channel] -= 1
+            await self._close_unused(channel)
+
+    async def _require_life(self, channel: Channel) -> None:
+        """Give a connection up if nobody answers a ping."""
+        try:
+            async with asyncio.timeout(self._ping_s):
+                await channel.ask("ping")
+        except RpcRefused:
+            pass  # that is an answer
+        except (TimeoutError, RpcLost):
+            await self._give_up(channel)
+
+    async def _give_up(self, channel: Channel) -> None:
+        if self._channel is channel:
+            self._channel = None
+            self._given_up.add(channel)
             await self._close_unused(channel)
 
     async def _close_unused(self, channel: Channel) -> None:
@@ -234,6 +266,8 @@ class McpServer:
             await channel.close()
 
     async def _connected(self) -> Channel:
+        if self._check is not None:
+            await asyncio.wait((self._check,))
         async with self._connecting:
             if self._channel is None:
                 self._channel = await self._connect()
@@ -351,7 +385,9 @@ async def connect_tools(served: Sequence[ServedTools]) -> list[LoadedTool]:
     for one in served:
         found: list[str] = []
         for spec in one.servers:
-            for described in await _describe_tools(McpServer(spec), one, tools=tools):
+            ping_s = PING_S if one.timeout_s is None else min(PING_S, one.timeout_s / 3)
+            server = McpServer(spec, ping_s=ping_s)
+            for described in await _describe_tools(server, one, tools=tools):
                 found.append(described)
         missing = [name for name in one.selected if name not in found]
         if missing:

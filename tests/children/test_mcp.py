@@ -20,13 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.agents.mcp import text_of_result
+from tandem.agents.mcp import McpServer, text_of_result
 from tandem.agents.pool import EnvironmentPool
 from tandem.agents.setup import EnvironmentSetup, ServedTools, ServerSpec, Task, ToolLimits
 from tandem.agents.tool_files import read_tool_file
 from tandem.errors import UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
 from tests.fakes.mcp_server import TOOLS
+from tests.fakes.patience import PATIENCE_S
 
 SERVER = str(Path(__file__).parents[1] / "fakes" / "mcp_server.py")
 VARIABLES = {"PATH": os.environ["PATH"], "MCP_SECRET": "s3cret"}
@@ -120,6 +121,42 @@ def test_a_call_that_hangs_is_answered_at_its_time_and_nothing_is_left() -> None
 
     in_pool(setup_of(PROGRAM, selected=("hang",), timeout_s=0.3), work)
     assert {one.pid for one in psutil.Process().children(recursive=True)} <= before
+
+
+async def call_too_long(server: McpServer) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await server.call("hang", {})
+
+
+async def count(server: McpServer) -> str:
+    async with asyncio.timeout(PATIENCE_S):
+        return text_of_result(await server.call("count", {}))
+
+
+def test_a_server_that_hangs_is_started_again_for_the_calls_after() -> None:
+    async def work() -> None:
+        server = McpServer(PROGRAM, ping_s=0.3)
+        assert await count(server) == "1"
+        await call_too_long(server)
+        assert [await count(server), await count(server)] == ["1", "2"], "it is a new one"
+        await server.close()
+
+    asyncio.run(work())
+    assert not servers_running()
+
+
+def test_a_server_that_lives_is_kept_when_a_call_takes_too_long(url: str) -> None:
+    async def work() -> None:
+        server = McpServer(ServerSpec("web", url=url, headers=KEY), ping_s=PATIENCE_S)
+        before = int(await count(server))
+        await call_too_long(server)
+        (channel,) = server._num_under_way
+        assert int(await count(server)) == before + 2
+        assert list(server._num_under_way) == [channel]
+        await server.close()
+
+    asyncio.run(work())
 
 
 def test_an_episode_may_have_a_server_of_its_own() -> None:

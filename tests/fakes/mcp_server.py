@@ -43,6 +43,8 @@ def answer(message: dict[str, Any]) -> dict[str, Any] | None:
             **head,
             "result": {"protocolVersion": version, "capabilities": {}, "serverInfo": info},
         }
+    if message["method"] == "ping":
+        return {**head, "result": {}}
     if message["method"] == "tools/list":
         half = len(TOOLS) // 2
         if "cursor" in params:
