@@ -18,7 +18,13 @@ from typing import Any
 
 from tandem.agents.setup import ISOLATION_KEY, Isolation, ToolSpec
 from tandem.agents.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from tandem.children.code_jail import CodeJail, Execution, ExecutionEnd, survey_protections
+from tandem.children.code_jail import (
+    CodeJail,
+    Execution,
+    ExecutionEnd,
+    JailError,
+    survey_protections,
+)
 from tandem.children.jail import MIB, JailLimits
 from tandem.children.jail_trial import Protection, lost_protections
 from tandem.children.scratch import MAX_FILES, ScratchPlace
@@ -27,6 +33,8 @@ from tandem.errors import UserError
 CODE_TOOL = "tandem.agents.code_tool.CodeInterpreter"
 QUEUE_S = 30.0
 """The time that a call may wait for others of its process, beyond the time of its program."""
+_MARGIN_S = 5.0
+"""The time by which a call that waited too long fails before its tool would be said to be slow."""
 _SANDBOXES: Mapping[str, bool] = {
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": False,
     "recipe.retool.retool.CustomSandboxFusionTool": True,
@@ -100,18 +108,28 @@ class CodeInterpreter(BaseTool):
         """Execute a program.
 
         Raises:
-            JailError: it could not be executed.
+            JailError: it could not be executed, or others of its process took too long.
             UserError: the kernel does not hold programs, and isolation is strict.
         """
         if self._isolation == "strict":
             check_protections(await self._jail.start())
         program = read_program(parameters.get("code", ""))
         async with self._folder_for(instance_id) as folder:
-            execution = await self._jail.execute(
-                program, self._limits, prints_last=self._prints_last, scratch=folder
-            )
+            execution = await self._execute_in_turn(program, folder)
         metrics = {"end": execution.end.value, "cpu_s": execution.cpu_s}
         return ToolResponse(text=describe_execution(execution, self._limits)), None, metrics
+
+    async def _execute_in_turn(self, program: str, folder: str) -> Execution:
+        """Execute a program, whose own time begins when the programs before it have ended."""
+        limit_s = self._limits.wall_s + QUEUE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._jail.execute(
+                    program, self._limits, prints_last=self._prints_last, scratch=folder
+                )
+        except TimeoutError as error:
+            cause = f"other programs of the process left it no time within {limit_s:g} s"
+            raise JailError(f"a program could not be executed: {cause}") from error
 
     async def release(self, instance_id: str, **_: Any) -> None:
         """Remove the folder of an episode."""
@@ -173,7 +191,9 @@ def take_over(spec: ToolSpec) -> ToolSpec:
     # Without files, a process that died takes no state along, and the call is tried once more.
     own: dict[str, Any] = {"per_call": kept.get("scratch") != "episode"}
     if isinstance(time_s, int | float):  # anything else is refused where the tool is made
-        own["timeout"] = time_s + QUEUE_S
+        time_s = min(time_s, kept.pop("timeout", time_s))
+        own |= {"default_timeout": time_s, "timeout": time_s + QUEUE_S + _MARGIN_S}
+        kept.pop("default_timeout", None)
     if spec.class_name in _SANDBOXES:
         own["print_last_value"] = _SANDBOXES[spec.class_name]
     return ToolSpec(CODE_TOOL, {**own, **kept}, spec.schema)

@@ -28,6 +28,7 @@ from tandem.agents.code_tool import (
 from tandem.agents.pool import EnvironmentPool
 from tandem.agents.setup import EnvironmentSetup, Task, ToolLimits, ToolSpec
 from tandem.agents.tool_files import read_tool_file
+from tandem.children.code_jail import JailError
 from tandem.children.jail_trial import Protection
 from tandem.errors import UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
@@ -96,6 +97,23 @@ def play(specs: tuple[ToolSpec, ...], *programs: str) -> Observation:
 
 def texts(observation: Observation) -> list[str]:
     return [message["content"] for message in observation.messages]
+
+
+def test_a_program_that_waits_too_long_for_others_is_no_mistake_of_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(code_tool, "QUEUE_S", 0.1)
+    config = {"default_timeout": 0.1, "max_at_once": 1}
+
+    async def wait_for_a_place() -> None:
+        tool = CodeInterpreter(config, isolation="best_effort")
+        await tool._jail._places.acquire()
+        await tool.execute("a", {"code": "1"})
+
+    with pytest.raises(JailError, match="other programs of the process left it no time"):
+        asyncio.run(wait_for_a_place())
+    shorter = take_over(ToolSpec(CODE_TOOL, {"default_timeout": 8, "timeout": 3}, None)).config
+    assert shorter["default_timeout"] == 3 and shorter["timeout"] > 3 + code_tool.QUEUE_S
 
 
 def test_retools_yaml_executes_programs_without_a_server(tmp_path: Path) -> None:
