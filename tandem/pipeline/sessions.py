@@ -12,7 +12,8 @@ import asyncio
 import json
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, cast
@@ -153,7 +154,8 @@ class ProgramSession:
         self._drawings: list[Drawing] = []
         self._lanes: set[int] = set()
         self._forks: list[str] = []
-        self._num_calls = self._num_drawn = 0
+        self._num_calls = self._num_drawn = self._num_reserved = 0
+        self._settled = asyncio.Condition()
         self._ended_s = 0.0
         self._waits_s: list[float] = []
         self.failure = self.refusal = ""
@@ -181,7 +183,7 @@ class ProgramSession:
             self.failure = self.failure or f"the chat template {error}"
             raise RequestRefused(f"the chat template {error}", param="messages") from error
         num_before = len(self._tree.ids_to(after))
-        budget = self._budget(chat, num_before + len(given))
+        self._require_room(chat, num_before + len(given))
         if reason:
             self._forks.append(reason)
         first_index = self._tree.num_tokens + len(given) if self._drawings else 0
@@ -192,7 +194,6 @@ class ProgramSession:
             self._request,
             sample_ids=(self._sample_id + lane * LANE,),
             prompt_ids=tuple(self._tree.ids_to(point)),
-            sampling=replace(self._request.sampling, max_new_tokens=budget),
             first_index=first_index,
             continues=lane == 0,
             pictures=(),
@@ -255,18 +256,47 @@ class ProgramSession:
         self._tree.draw_nothing(self._sample_id, after=prompt, version=self._rollout.version)
 
     def _budget(self, chat: ChatRequest, num_prompt_tokens: int) -> int:
-        """Return the maximum length of the next turn. Raise RequestRefused if it has no room."""
+        """Return the maximum length of the next turn, if no other one is being drawn."""
         most = self._request.sampling.max_new_tokens
         room = self._conversing.max_prompt_tokens + most - num_prompt_tokens
         left = min(room, most - self._num_drawn)
-        if left <= 0:
+        return left if chat.max_tokens is None else min(left, chat.max_tokens)
+
+    def _require_room(self, chat: ChatRequest, num_prompt_tokens: int) -> None:
+        if self._budget(chat, num_prompt_tokens) <= 0:
             self.limit = EpisodeEnd.LENGTH
             raise RequestRefused(
                 f"the conversation has {num_prompt_tokens} tokens, {self._num_drawn} of the "
                 f"episode were drawn, and there is no room for a turn",
                 code="context_length_exceeded",
             )
-        return left if chat.max_tokens is None else min(left, chat.max_tokens)
+
+    @asynccontextmanager
+    async def _bounded(
+        self, request: GenerationRequest, chat: ChatRequest
+    ) -> AsyncIterator[GenerationRequest]:
+        """Yield a request with its budget, which turns that begin meanwhile do not get.
+
+        It waits until the turns that are being drawn can leave it this budget. Raises
+        RequestRefused if they left none.
+        """
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_ids)
+
+        def is_free() -> bool:
+            free = sampling.max_new_tokens - self._num_drawn - self._num_reserved
+            return not self._num_reserved or self._budget(chat, num_prompt_tokens) <= free
+
+        async with self._settled:
+            await self._settled.wait_for(is_free)
+            self._require_room(chat, num_prompt_tokens)
+            budget = self._budget(chat, num_prompt_tokens)
+            self._num_reserved += budget
+        try:
+            yield replace(request, sampling=replace(sampling, max_new_tokens=budget))
+        finally:
+            async with self._settled:
+                self._num_reserved -= budget
+                self._settled.notify_all()
 
     def _place(
         self, chat: ChatRequest, dialogue: Dialogue, *, tools: str
@@ -313,19 +343,14 @@ class ProgramSession:
 
     async def _draw(self, drawing: Drawing, request: GenerationRequest) -> ChatReply:
         """Wait for a turn, keep its tokens, and return it as the program sees it."""
+        chat = drawing.chat
         try:
-            (future,) = self._rollout.submit_apart(request)
-            (completion,) = await future
+            async with self._bounded(request, chat) as bounded:
+                (future,) = self._rollout.submit_apart(bounded)
+                (completion,) = await future
+                completion, stop = self._keep(completion, drawing)
         finally:
             self._end(drawing)
-        if completion.finish_reason is FinishReason.FAILED:
-            self.failure = "the generation failed: its logits are not finite"
-            raise RequestRefused(self.failure, status=500)
-        chat = drawing.chat
-        completion = replace(completion, sample_id=self._sample_id)
-        completion, stop = _cut_at_stop(completion, chat.stops, decode=self._decode)
-        drawing.tip = self._tree.draw(completion, after=drawing.point)
-        self._num_drawn += len(completion.token_ids)
         said = self._parse(completion, drawing, stop=stop)
         self._num_calls += len(said.calls)
         messages = (*chat.messages, message_of_turn(said))
@@ -338,6 +363,17 @@ class ProgramSession:
             num_drawn_tokens=len(completion.token_ids),
             tokens=self._token_log_probs(completion) if chat.has_log_probs else (),
         )
+
+    def _keep(self, completion: Completion, drawing: Drawing) -> tuple[Completion, str]:
+        """Keep the tokens of a turn; return it up to its stop text, and that text."""
+        if completion.finish_reason is FinishReason.FAILED:
+            self.failure = "the generation failed: its logits are not finite"
+            raise RequestRefused(self.failure, status=500)
+        completion = replace(completion, sample_id=self._sample_id)
+        completion, stop = _cut_at_stop(completion, drawing.chat.stops, decode=self._decode)
+        drawing.tip = self._tree.draw(completion, after=drawing.point)
+        self._num_drawn += len(completion.token_ids)
+        return completion, stop
 
     def _token_log_probs(self, completion: Completion) -> tuple[tuple[str, float], ...]:
         ids = [[token] for token in completion.token_ids]

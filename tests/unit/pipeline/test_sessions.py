@@ -338,6 +338,32 @@ def test_requests_at_the_same_time_are_branches_with_random_numbers_of_their_own
     assert {one.sample_id for one in trajectory.completions} == {SAMPLE}
 
 
+def test_requests_at_the_same_time_share_the_budget_of_the_episode() -> None:
+    """Of three that may have 5 tokens each, two fit into 12 at once, and the third gets the rest."""
+    refused: list[str] = []
+
+    async def program(agent: Agent) -> None:
+        rollout: Any = agent.session._rollout
+        rollout.is_held.clear()
+        asking = [asyncio.create_task(agent.ask([USER], max_tokens=5)) for _ in range(3)]
+        asking += [asyncio.create_task(agent.ask([USER]))]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(rollout.requests) == 2
+        rollout.is_held.set()
+        await asyncio.gather(*asking[:3])
+        try:
+            await asking[3]
+        except RequestRefused as error:
+            refused.append(str(error))
+
+    text = "It is forty-two, I think, or more.<|im_end|>"
+    trajectory, rollout = play(program, text, text, text, budget=12)
+    assert [one.sampling.max_new_tokens for one in rollout.requests] == [5, 5, 2]
+    assert trajectory.num_drawn_tokens == 12
+    assert end_of(trajectory)[0] is EpisodeEnd.LENGTH and "no room for a turn" in refused[0]
+
+
 def test_m24_a_request_that_is_repeated_gets_the_same_turn_once() -> None:
     async def program(agent: Agent) -> None:
         lost = agent.begin([USER])
