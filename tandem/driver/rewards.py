@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from tandem.agents.setup import AGENTS_KEY
 from tandem.children.code_jail import JailError, survey_protections
 from tandem.children.environment import child_environment
 from tandem.children.jail_trial import lost_protections
@@ -15,6 +16,7 @@ from tandem.config.schema.imports import PACKAGE_PREFIX, PICKLE_SUFFIX
 from tandem.config.schema.run import RunConfig
 from tandem.data.rendering import PromptEntry, PromptRow
 from tandem.driver.execution import complete
+from tandem.errors import UserError
 from tandem.pipeline.episodes import episode_context
 from tandem.pipeline.reward_phase import overlong_buffer
 from tandem.rewards.custom import RewardFunction
@@ -61,6 +63,59 @@ def check_rewards(config: RunConfig, entries: Sequence[PromptRow | PromptEntry])
         for response in (str(first.ground_truth), "")
     ]
     complete(lambda: check_reward(spec, _limits(config), trials=trials))
+
+
+def check_own_rewards(
+    config: RunConfig,
+    *,
+    train: Sequence[PromptRow | PromptEntry],
+    validation: Sequence[PromptRow | PromptEntry],
+    gives_reward: Mapping[str, bool],
+) -> None:
+    """Raise UserError if a key of rewards has no effect, as agents give the reward of all rows.
+
+    If they give that of some, warn of it.
+
+    Args:
+        gives_reward: the names of the user's agents, and whether each gives the reward itself.
+    """
+    partly: dict[str, set[str]] = {}
+    for key, value, rows in _keys_of_rewards(config, train=train, validation=validation):
+        own = {row.agent for row in rows if gives_reward.get(row.agent)}
+        if own and all(row.agent in own for row in rows):
+            raise UserError(
+                key,
+                value,
+                rule="has no effect, as all rows are played by agents that give the reward "
+                f"themselves ({', '.join(sorted(own))})",
+                remedy=f"Leave it out, or set reward: function for them in {AGENTS_KEY}.",
+            )
+        if own:
+            partly[key] = own
+    if partly:
+        names = ", ".join(sorted(set[str]().union(*partly.values())))
+        logger.warning(
+            "%s: no effect on rows of the agents %s, which give the reward themselves",
+            ", ".join(partly),
+            names,
+        )
+
+
+def _keys_of_rewards(
+    config: RunConfig,
+    *,
+    train: Sequence[PromptRow | PromptEntry],
+    validation: Sequence[PromptRow | PromptEntry],
+) -> Iterator[tuple[str, object, Sequence[PromptRow | PromptEntry]]]:
+    """Yield each key of rewards that is set, its value, and the rows that it is for."""
+    by_model, rows = config.reward_model.enable, [*train, *validation]
+    path = config.custom_reward_function.path
+    if path:
+        yield "custom_reward_function.path", path, validation if by_model else rows
+    if by_model:
+        yield "reward_model.enable", True, train
+    if overlong_buffer(config) is not None:
+        yield "reward_model.reward_kwargs.overlong_buffer_cfg.enable", True, rows
 
 
 def _warn_of_lost_protections() -> None:

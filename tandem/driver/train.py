@@ -37,7 +37,7 @@ from tandem.driver.engine_choice import require_engine
 from tandem.driver.launch import run_on_site
 from tandem.driver.model_checks import require_end
 from tandem.driver.pictures import picture_rule
-from tandem.driver.rewards import check_rewards, open_rewards
+from tandem.driver.rewards import check_own_rewards, check_rewards, open_rewards
 from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
 from tandem.driver.run_folder import (
     begin_records,
@@ -134,6 +134,9 @@ def prepare(
     rows = [*train.rows, *validation]
     scored = validation if by_model else rows
     check_rewards(config, scored if agents is None else agents.without_own_reward(scored))
+    if agents is not None:
+        own = agents.rule.programs
+        check_own_rewards(config, train=train.rows, validation=validation, gives_reward=own)
     logger.info("%d prompts to train on, %d to validate with", len(train.rows), len(validation))
     ledger = open_ledger(train.rows, config.data, total_epochs=config.trainer.total_epochs)
     source = Source(train.read, ledger)

@@ -11,8 +11,8 @@ import pytest
 from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.data.rendering import PromptEntry
-from tandem.driver.rewards import check_rewards, reward_spec
+from tandem.data.rendering import PromptEntry, PromptRow
+from tandem.driver.rewards import check_own_rewards, check_rewards, reward_spec
 from tandem.errors import UserError
 
 PATH = "custom_reward_function.path"
@@ -55,6 +55,38 @@ def test_weights_go_with_the_functions() -> None:
 def test_keys_that_contradict_each_other(keys: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_run(load_config(RunConfig, keys).config)
+
+
+OWN_REWARDS = {
+    f"{PATH}=a.py": rf"{PATH}=\[a.py\]",
+    "reward_model.enable=True": "reward_model.enable=True",
+    "reward_model.reward_manager=dapo reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": (
+        "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"
+    ),
+}
+
+
+@pytest.mark.parametrize("keys", OWN_REWARDS)
+def test_keys_of_rewards_have_an_effect_beside_agents_that_give_their_own(
+    keys: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(RunConfig, keys.split()).config
+    game, single = (PromptRow(0, "s", "1", {}, [], agent) for agent in ("game", ""))
+
+    def check(*rows: PromptRow, own: bool = True) -> None:
+        check_own_rewards(config, train=rows, validation=(), gives_reward={"game": own})
+
+    with pytest.raises(
+        UserError, match=f"{OWN_REWARDS[keys]}: has no effect, .*\\(game\\)"
+    ) as caught:
+        check(game, game)
+    assert "\n" not in str(caught.value)
+    check(single)
+    check(game, own=False)
+    assert not caplog.records
+    check(game, single)
+    (warning,) = caplog.messages
+    assert "no effect on rows of the agents game" in warning
 
 
 READERS = """
