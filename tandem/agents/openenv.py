@@ -21,7 +21,7 @@ from urllib.error import URLError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from tandem.agents.setup import AGENTS_KEY, OpenEnvSpec, Task
+from tandem.agents.setup import AGENTS_KEY, OpenEnvSpec, Task, ToolLimits
 from tandem.agents.tools import cut_text
 from tandem.data.call_formats import ToolSchema, call_id, result_message
 from tandem.errors import UserError
@@ -157,16 +157,16 @@ class OpenEnvEpisode:
     """The environment of one episode; implements ``worker.EpisodeEnvironment``.
 
     Args:
-        max_characters: the length of an observation; longer ones are cut in the middle.
+        limits: the limits of calls, of which the length of an observation is read.
     """
 
     num_hung = 0
     is_stateful = True
 
-    def __init__(self, task: Task, spec: OpenEnvSpec, *, max_characters: int) -> None:
+    def __init__(self, task: Task, spec: OpenEnvSpec, *, limits: ToolLimits) -> None:
         self._task = task
         self._spec = spec
-        self._max_characters = max_characters
+        self._limits = limits
         self._session = OpenEnvSession(spec)
 
     async def reset(self) -> Observation:
@@ -240,7 +240,9 @@ class OpenEnvEpisode:
 
     def _message(self, text: str, *, role: str, call: str) -> Mapping[str, Any]:
         text = text.encode(errors="replace").decode()
-        text = cut_text(text, self._max_characters, side="middle")
+        most = self._limits.max_observation_characters
+        if most is not None:
+            text = cut_text(text, most, side=self._limits.truncate_side)
         if role == "tool":
             return result_message(call, self._spec.tool, text=text)
         return {"role": "user", "content": text}

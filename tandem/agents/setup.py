@@ -143,11 +143,13 @@ class ToolLimits:
     Attributes:
         max_parallel_calls: the number of calls of one turn that run.
         max_characters: the length of a result; longer ones are cut at ``truncate_side``.
+        max_observation_characters: the same for observations of OpenEnv; None for any length.
         timeout_s: the time of a call, unless the tool's config has a ``timeout``.
     """
 
     max_parallel_calls: int = 1
     max_characters: int = 256
+    max_observation_characters: int | None = None
     truncate_side: TruncateSide = "middle"
     timeout_s: float = 30.0
 

@@ -175,7 +175,7 @@ class _Server:
         task, limits = request.task, self._setup.limits
         if task.agent:
             spec = self._openenvs[task.agent]
-            return OpenEnvEpisode(task, spec, max_characters=limits.max_characters)
+            return OpenEnvEpisode(task, spec, limits=limits)
         return ToolEnvironment(
             task,
             before=request.before,

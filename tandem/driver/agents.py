@@ -244,6 +244,7 @@ def _setup(rollout: RolloutConfig) -> tuple[EnvironmentSetup, tuple[str, ...]]:
         logger.info("%s", line)
     agents_path = rollout.agent.agent_loop_config_path
     agents = AgentFile() if agents_path is None else read_agent_file(agents_path)
+    is_cut = "max_tool_response_length" in turns.model_fields_set
     setup = EnvironmentSetup(
         tools=tuple(map(take_over, written.classes)),
         served=written.served,
@@ -254,6 +255,7 @@ def _setup(rollout: RolloutConfig) -> tuple[EnvironmentSetup, tuple[str, ...]]:
         limits=ToolLimits(
             max_parallel_calls=turns.max_parallel_calls,
             max_characters=turns.max_tool_response_length,
+            max_observation_characters=turns.max_tool_response_length if is_cut else None,
             truncate_side=turns.tool_response_truncate_side,
             timeout_s=turns.tool_timeout_s,
         ),

@@ -15,6 +15,7 @@ import urllib.request
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import pytest
 from tandem.agents.agent_files import read_agent_file
 from tandem.agents.openenv import OpenEnvSession
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.setup import EnvironmentSetup, OpenEnvSpec
+from tandem.agents.setup import AGENTS_KEY, SECTION, EnvironmentSetup, OpenEnvSpec, ToolLimits
 from tandem.data.call_formats import CALL_FORMATS
 from tandem.data.span_tree import rows_of
+from tandem.driver import agents
 from tandem.errors import UserError
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.conversing import Conversing, HostedEnvironment, TurnLimits
@@ -41,6 +43,7 @@ from tandem.types import (
     ToolStatus,
     Trajectory,
 )
+from tests.fakes.configured import config
 from tests.fakes.made_tokenizers import codec_for
 
 SERVER = str(Path(__file__).parents[1] / "fakes" / "openenv_server.py")
@@ -93,7 +96,11 @@ def guess(number: Any) -> str:
 
 
 def play(
-    spec: OpenEnvSpec, *turns: str, num_samples: int = 1, num_processes: int = 1
+    spec: OpenEnvSpec,
+    *turns: str,
+    num_samples: int = 1,
+    num_processes: int = 1,
+    limits: ToolLimits | None = None,
 ) -> tuple[list[Trajectory], Policy]:
     """Play the samples of one prompt."""
 
@@ -101,7 +108,7 @@ def play(
         policy = Policy(turns)
         engine: Any = policy
         pool = EnvironmentPool(
-            EnvironmentSetup(openenvs=(spec,)),
+            EnvironmentSetup(openenvs=(spec,), limits=limits or ToolLimits()),
             num_processes=num_processes,
             environment=dict(os.environ),
         )
@@ -190,6 +197,24 @@ def test_a_failure_of_the_environment_is_no_reward(
     outcome = outcome_of_end(one)
     assert outcome is not None and outcome.status is RewardStatus.ERROR
     assert detail in outcome.detail
+
+
+def test_observations_are_cut_only_if_it_is_asked_for() -> None:
+    with serving(1) as (url, _):
+        spec = OpenEnvSpec("game", url, action_field="guess", observation_field="text")
+        spec = replace(spec, reset={"below": "x" * 280})
+        (whole,), _ = play(spec, "7")
+        (cut,), _ = play(spec, "7", limits=ToolLimits(10, 5, 9, "left"))
+    assert contents(whole) == [f"Guess a number below {'x' * 280}."]
+    assert contents(cut) == ["(truncated)...xxxxxxxx."]
+
+
+def test_the_length_of_observations_is_that_of_calls_if_the_key_is_set(tmp_path: Path) -> None:
+    (tmp_path / "agents.yaml").write_text("- {name: game, kind: openenv, url: 'http://x'}")
+    path = f"{AGENTS_KEY}={tmp_path / 'agents.yaml'}"
+    for length, keys in ((None, []), (256, [f"{SECTION}.max_tool_response_length=256"])):
+        setup, _ = agents._setup(config(path, *keys).actor_rollout_ref.rollout)
+        assert setup.limits.max_observation_characters == length
 
 
 def test_an_episode_without_an_action_has_the_reward_0() -> None:

@@ -249,11 +249,13 @@ def _describe_episodes(config: RunConfig) -> dict[str, str]:
         "right": "the first ones remain",
         "middle": "both ends remain",
     }
+    is_cut = "max_tool_response_length" in turns.model_fields_set
+    observations = "; observations of OpenEnv whole" if files[-1] and not is_cut else ""
     return {
         "tools and agents": f"{', '.join(file for file in files if file)}; calls as {turns.format}",
         "episodes": ", ".join(bounds),
         "results of calls": f"at most {turns.max_tool_response_length} characters; of longer ones "
-        f"{cut[turns.tool_response_truncate_side]}",
+        f"{cut[turns.tool_response_truncate_side]}{observations}",
         "deadlines": f"{turns.tool_timeout_s:g} s a call, {agent.timeout_s:g} s an episode, in up "
         f"to {agent.num_workers} processes",
     }

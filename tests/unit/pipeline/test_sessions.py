@@ -339,7 +339,7 @@ def test_requests_at_the_same_time_are_branches_with_random_numbers_of_their_own
 
 
 def test_requests_at_the_same_time_share_the_budget_of_the_episode() -> None:
-    """Of three that may have 5 tokens each, two fit into 12 at once, and the third gets the rest."""
+    """Of three with up to 5 tokens each, two fit into 12 at once, and the third gets the rest."""
     refused: list[str] = []
 
     async def program(agent: Agent) -> None:
