@@ -151,13 +151,14 @@ class ClassOfUser:
         if self._is_per_call:
             instance = await self._create(episode)
             try:
-                return await self._execute(instance, arguments, episode)
+                return await self._execute(instance, arguments, episode=episode)
             finally:
                 await self._release(instance, episode)
         async with episode.creating[self._name]:
             if self._name not in episode.instances:
                 episode.instances[self._name] = await self._create(episode)
-        return await self._execute(episode.instances[self._name], arguments, episode)
+        instance = episode.instances[self._name]
+        return await self._execute(instance, arguments, episode=episode)
 
     async def release(self, episode: ToolEpisode) -> None:
         """Release the instance of the episode, if it has one."""
@@ -169,7 +170,9 @@ class ClassOfUser:
         made = await call_method(self._tool.create, (), known=known)
         return made[0] if isinstance(made, tuple) else made
 
-    async def _execute(self, instance: Any, arguments: dict[str, Any], episode: ToolEpisode) -> Any:
+    async def _execute(
+        self, instance: Any, arguments: dict[str, Any], *, episode: ToolEpisode
+    ) -> Any:
         known = _kwargs(episode, self._name, method="execute")
         known["agent_data"] = _agent_data(episode)
         return await call_method(self._tool.execute, (instance, arguments), known=known)

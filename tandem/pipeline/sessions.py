@@ -12,7 +12,7 @@ import asyncio
 import json
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -274,7 +274,7 @@ class ProgramSession:
     @asynccontextmanager
     async def _bounded(
         self, request: GenerationRequest, chat: ChatRequest
-    ) -> AsyncIterator[GenerationRequest]:
+    ) -> AsyncGenerator[GenerationRequest]:
         """Yield a request with its budget, which turns that begin meanwhile do not get.
 
         It waits until the turns that are being drawn can leave it this budget. Raises

@@ -60,7 +60,8 @@ def test_keys_that_contradict_each_other(keys: list[str], message: str) -> None:
 OWN_REWARDS = {
     f"{PATH}=a.py": rf"{PATH}=\[a.py\]",
     "reward_model.enable=True": "reward_model.enable=True",
-    "reward_model.reward_manager=dapo reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": (
+    "reward_model.reward_manager=dapo reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len=100": (
         "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"
     ),
 }
