@@ -56,6 +56,10 @@ _IS_TANDEMS: Mapping[str, str] = {
     "skip_tokenizer_init": "SGLang gets and returns token ids",
     "disable_overlap_schedule": "each token must have the version that drew it",
     **dict.fromkeys(("custom_weight_loader", "weight_version", "weight_cache_mode"), _WEIGHTS),
+    **dict.fromkeys(
+        ("enable_hierarchical_cache", "hicache_storage_backend", "enable_lmcache"),
+        "a cache outside of the device may keep keys and values of old weights",
+    ),
     **dict.fromkeys(("quantization", "enable_lora"), "with SGLang, neither is built"),
     **dict.fromkeys(
         ("pp_size", "ep_size", "nnodes", "node_rank", "dist_init_addr", "host", "port"), _PROCESS

@@ -88,6 +88,7 @@ def test_an_sglang_that_does_not_fit_is_refused(
         ("enable_deterministic_inference", True, "is set by tandem: tandem draws the tokens"),
         ("preferred_sampling_params", {"top_k": 1}, "sampling follows the keys of the run"),
         ("incremental_streaming_output", True, "is set by tandem: tandem reads all tokens"),
+        ("enable_lmcache", True, "is set by tandem: a cache outside of the device may keep"),
         ("custom_weight_loader", ["a.b"], "is set by tandem: tandem gives SGLang its weights"),
         ("disable_overlap_schedule", False, "is set by tandem: each token must have the version"),
         ("port", 30000, "is set by tandem: SGLang runs as a child of tandem's process"),
