@@ -124,6 +124,6 @@ def _last_object(output: str) -> Any:
     lines = output.strip().splitlines()
     try:
         last = json.loads(lines[-1]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return last if isinstance(last, dict) and "reward" in last else None

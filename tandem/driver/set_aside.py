@@ -21,7 +21,13 @@ from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, truncate_after
 from tandem.metrics.records import ROLLOUTS_FILE
 from tandem.metrics.sinks import EVENTS_FOLDER
 from tandem.metrics.trace import TRACE_FILE
-from tandem.report.run_folder import REPORT_FILE, RESTARTS_FILE, SETTINGS_FILE, SUMMARY_FILE
+from tandem.report.run_folder import (
+    EXPORT_FOLDER,
+    REPORT_FILE,
+    RESTARTS_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+)
 from tandem.rewards.log import REWARD_LOG_FILE
 
 _RECORDS = (METRICS_FILE, ROLLOUTS_FILE, SETTINGS_FILE)
@@ -35,6 +41,7 @@ _OTHERS = (
     EVENTS_FOLDER,
 )
 _DUMP = re.compile(r"(\d+)\.jsonl")
+_EXPORT = re.compile(EXPORT_FOLDER.format(step=r"(\d+)"))
 
 
 def set_aside(
@@ -49,6 +56,10 @@ def set_aside(
     name = _unused_name(trainer, now)
     aside = trainer.run_folder / name
     store.set_aside(aside, after_step=after_step)
+    for folder in sorted(trainer.run_folder.iterdir()):
+        match = _EXPORT.fullmatch(folder.name)
+        if match is not None and int(match[1]) > after_step:
+            _move(folder, aside)
     if after_step == BEFORE_FIRST_STEP:
         for file in (*_RECORDS, *_OTHERS):
             _move(trainer.run_folder / file, aside)
@@ -66,10 +77,10 @@ def set_dumps_aside(trainer: TrainerConfig, *, of_step: int, now: datetime) -> l
 def _set_later_records_aside(folder: Path, aside: Path, *, after_step: int) -> None:
     for file in (METRICS_FILE, ROLLOUTS_FILE):
         truncate_after(folder / file, after_step, aside=aside / file)
-    if aside.exists():
-        truncate_after(folder / SETTINGS_FILE, after_step, aside=aside / SETTINGS_FILE)
-        if (folder / CONFIG_NAME).exists():
-            shutil.copy2(folder / CONFIG_NAME, aside)
+    # A start with other settings may have ended before its first step.
+    truncate_after(folder / SETTINGS_FILE, after_step, aside=aside / SETTINGS_FILE)
+    if aside.exists() and (folder / CONFIG_NAME).exists():
+        shutil.copy2(folder / CONFIG_NAME, aside)
 
 
 def _move_dumps(

@@ -16,7 +16,7 @@ from tandem.errors import UserError
 from tandem.models.adapters import is_adapter_folder, merge_adapter
 from tandem.planner.advice import forecast_rows
 from tandem.report.report import write_report
-from tandem.report.run_folder import read_run
+from tandem.report.run_folder import EXPORT_FOLDER, read_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Run:
         has_adapters = is_adapter_folder(model)
         if not has_adapters and not (model / SHARDED_FILE).is_file():
             return model
-        exported = self.folder / f"model_step_{latest.step}"
+        exported = self.folder / EXPORT_FOLDER.format(step=latest.step)
         if not exported.exists():
             partial = exported.with_name(f".{exported.name}.{os.getpid()}.partial")
             (merge_adapter if has_adapters else export_sharded)(model, partial)

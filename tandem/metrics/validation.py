@@ -104,7 +104,7 @@ def _prompt_metrics(samples: Sequence[ValidationSample], seed: int) -> dict[str,
     predictions = [sample.prediction for sample in scored]
     columns: dict[str, list[float]] = {}
     for sample in scored:
-        for variable, value in {_REWARD: sample.score, **sample.extra}.items():
+        for variable, value in {**sample.extra, _REWARD: sample.score}.items():
             columns.setdefault(variable, []).append(float(value))
     return {
         variable: _statistics(values, predictions, num_samples=len(samples), seed=seed)

@@ -63,8 +63,9 @@ class GroupProducer:
         version: returns the version of the weights in use.
 
     Attributes:
-        failure: the reason why the run cannot go on: its rewards fail. None until then. The buffer
-            is closed, and the steps that were trained on remain.
+        failure: the reason why the run cannot go on: its rewards fail, a prompt cannot be used, or
+            too many groups are dropped. None until then. The buffer is closed, and the steps that
+            were trained on remain.
     """
 
     def __init__(
@@ -115,7 +116,11 @@ class GroupProducer:
 
     async def _draw(self, count: int) -> list[Prompt]:
         """Draw prompts for ``count`` charged slots; fewer at the end of the data."""
-        prompts = self._context.source.draw(count)
+        try:
+            prompts = self._context.source.draw(count)
+        except UserError as error:
+            await self._fail(error)
+            prompts = []
         self._buffer.expect([prompt.uid for prompt in prompts], self._version())
         if len(prompts) < count:
             await self._gate.release_dropped(count - len(prompts))
@@ -128,6 +133,8 @@ class GroupProducer:
             dropped = await self._produce_once(prompts)
             prompts = await self._draw(len(dropped)) if dropped else []
             await self._buffer.drop(dropped)
+            if self.failure is not None:
+                return
 
     async def _produce_once(self, prompts: Sequence[Prompt]) -> list[int]:
         """Complete the groups of ``prompts`` and return the draws of those that were dropped."""
@@ -153,7 +160,7 @@ class GroupProducer:
             warn_of_failed_rewards(dropped, "dropped groups")
         uids = [group.prompt.uid for group in dropped]
         self._dropped_uids.extend(uids)
-        self._check_dropped()
+        await self._check_dropped()
         return uids
 
     @contextmanager
@@ -221,9 +228,12 @@ class GroupProducer:
         try:
             self._rewards.check(group.samples)
         except UserError as error:
-            self.failure = self.failure or error
-            await self._buffer.close()
+            await self._fail(error)
         return self.failure is None
+
+    async def _fail(self, error: UserError) -> None:
+        self.failure = self.failure or error
+        await self._buffer.close()
 
     async def _score(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, texts: Sequence[str]
@@ -232,14 +242,14 @@ class GroupProducer:
             return _judged(trajectories, texts, outcomes=[PENDING] * len(texts))
         return await score_texts(self._context, prompt, trajectories=trajectories, texts=texts)
 
-    def _check_dropped(self) -> None:
+    async def _check_dropped(self) -> None:
         config = self._context.config
         limit = config.algorithm.filter_groups.max_num_gen_batches
         num_dropped = len(self._dropped_uids)
         size = config.data.gen_batch_size or config.data.train_batch_size
         size *= config.trainer.max_lag + 1  # the number of steps generated at the same time
         if 0 < limit * size < num_dropped + config.data.train_batch_size:
-            raise UserError(
+            error = UserError(
                 "algorithm.filter_groups.max_num_gen_batches",
                 limit,
                 rule=f"{num_dropped} groups of this step had equal or failed rewards and were "
@@ -247,6 +257,7 @@ class GroupProducer:
                 remedy="Take easier or harder prompts, raise the limit, or set "
                 "algorithm.filter_groups.enable=False.",
             )
+            await self._fail(error)
 
 
 def training_sampling(context: RunContext) -> SamplingParams:

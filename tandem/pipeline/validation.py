@@ -19,7 +19,7 @@ from tandem.metrics.records import dump_samples
 from tandem.metrics.validation import validation_metrics, validation_samples
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.episodes import Answers, EpisodePlayer, trajectories_of
-from tandem.pipeline.failures import require_fresh, warn_of_failed_rewards
+from tandem.pipeline.failures import StaleSampleError, require_fresh, warn_of_failed_rewards
 from tandem.pipeline.producer import score_samples
 from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.pipeline.weights import WeightFlow
@@ -98,7 +98,17 @@ class Validator:
             logger.info("the validation of step %d was dropped", step)
             return {}
         groups = tuple(task.result() for task in scoring)
-        require_fresh(groups, version=step, max_lag=0)
+        try:
+            require_fresh(groups, version=step, max_lag=0)
+        except StaleSampleError:
+            if not self._context.config.actor_rollout_ref.rollout.max_engine_restarts:
+                raise
+            logger.warning(
+                "the validation of step %d is left out: an engine was lost during it, and its "
+                "samples were generated again with newer weights",
+                step,
+            )
+            return {}
         warn_of_failed_rewards(groups, f"validation of step {step}")
         self._dump(step, groups)
         self.metrics = summarize(groups)

@@ -118,9 +118,10 @@ def _ends(columns: Mapping[str, Column], name: str, *, label: str) -> Tile | Non
     values = [value for _, value in columns.get(name, ())]
     if not values:
         return None
-    first, last = _mean(values[:_WINDOW]), _mean(values[-_WINDOW:])
+    window = _WINDOW if len(values) > 2 * _WINDOW else 1
+    first, last = _mean(values[:window]), _mean(values[-window:])
     note = f"from {format_number(first)}"
-    if len(values) > 2 * _WINDOW:
+    if window > 1:
         note += f", means of {_WINDOW} steps"
     return Tile(label, format_number(last), note)
 

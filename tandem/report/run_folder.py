@@ -24,6 +24,8 @@ SETTINGS_FILE = "settings.jsonl"
 RESTARTS_FILE = "restarts.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
+EXPORT_FOLDER = "model_step_{step}"
+"""The folder of a model that was exported from the checkpoint of a step."""
 
 
 @dataclass(frozen=True, slots=True)

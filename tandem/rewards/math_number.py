@@ -171,7 +171,10 @@ def _read_magnitude(text: str) -> tuple[Number, str] | None:
     for pattern, read in _FORMS:
         found = pattern.match(text)
         if found is not None:
-            number = read([group for group in found.groups() if group is not None])
+            try:
+                number = read([group for group in found.groups() if group is not None])
+            except ValueError:  # more digits than Python reads
+                return None
             return None if number is None else (number, text[found.end() :])
     return None
 

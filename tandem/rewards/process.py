@@ -236,7 +236,8 @@ class RewardProcess:
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._check_silence)
         else:
-            self._end(timeout(self._deadline_s), is_lost=self._child.is_stopped())
+            limit_s = self._deadline_s if self.is_ready else _START_DEADLINE_S
+            self._end(timeout(limit_s), is_lost=self._child.is_stopped())
 
     def _end(self, outcome: RewardOutcome, *, is_lost: bool = False) -> None:
         self.kill()

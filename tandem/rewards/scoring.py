@@ -196,15 +196,15 @@ async def _call(
         if function.is_async:
             returned = await returned
         values = _values(returned, len(requests)) if function.takes_groups else [returned]
+        may_abstain = function.signature is Signature.COLUMNS
+        return [
+            ABSTAINED if value is None and may_abstain else judge(value, is_part=scorer.is_sum)
+            for value in values
+        ]
     # A library that calls sys.exit() must not end the process.
     except (Exception, SystemExit) as error:
         scorer.on_error(error)
         return [failure(RewardStatus.ERROR, scorer.describe(error))] * len(requests)
-    may_abstain = function.signature is Signature.COLUMNS
-    return [
-        ABSTAINED if value is None and may_abstain else judge(value, is_part=scorer.is_sum)
-        for value in values
-    ]
 
 
 def _values(returned: Any, count: int) -> list[Any]:
@@ -239,7 +239,7 @@ def judge(returned: Any, *, is_part: bool = False) -> RewardOutcome:
     numbers = {key: as_number(value) for key, value in others.items()}
     extra = {key: number for key, number in numbers.items() if number is not None}
     texts = {
-        key: value if isinstance(value, str) else repr(value)
+        key: value if isinstance(value, str) else _written(value)
         for key, value in others.items()
         if key not in extra
     }
@@ -248,7 +248,7 @@ def judge(returned: Any, *, is_part: bool = False) -> RewardOutcome:
         RewardStatus.VALUE,
         score,
         extra,
-        prediction=None if prediction is None else str(prediction),
+        prediction=None if prediction is None else _written(prediction, str),
         texts=texts,
     )
 
@@ -291,7 +291,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, ArithmeticError):
         return None
     return number if math.isfinite(number) else None
 
@@ -362,7 +362,15 @@ def _check_parts(spec: RewardSpec, functions: Sequence[LoadedFunction]) -> None:
 
 
 def _shown(value: Any) -> str:
-    return f"{repr(value)[:80]} ({type(value).__name__})"
+    return f"{_written(value)[:80]} ({type(value).__name__})"
+
+
+def _written(value: Any, write: Callable[[Any], str] = repr) -> str:
+    """Return a value as text; its type if it cannot be written, as integers of 4,301 digits."""
+    try:
+        return write(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def _not_a_number(value: Any) -> RewardOutcome:

@@ -13,6 +13,7 @@ import pytest
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.config.schema.data import DataConfig
 from tandem.data.ledger import Source, open_source
+from tandem.errors import UserError
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import SimulatedRun, simulate
 from tandem.types import Prompt
@@ -378,6 +379,16 @@ class BrokenEntry:
         raise BrokenRowError(f"draw {uid}")
 
 
+class WrongEntry:
+    """A row whose prompt cannot be used."""
+
+    pictures = ()
+
+    def as_draw(self, uid: int) -> Prompt:
+        """Raise UserError."""
+        raise UserError("data.train_files", rule=f"draw {uid} is too long", remedy="Cut it.")
+
+
 @pytest.mark.parametrize(("lag", "num_scored"), [(0, 3), (1, 2)])
 def test_a15_an_error_of_reading_data_ends_the_run_and_is_told(
     lag: int, num_scored: int, monkeypatch: pytest.MonkeyPatch
@@ -404,6 +415,26 @@ def test_a15_an_error_of_reading_data_ends_the_run_and_is_told(
         )
     assert caught.value.subgroup(BrokenRowError) is not None
     assert sorted(set(scored)) == list(range(num_scored * BATCH)), "nothing goes on after it"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a15_a_prompt_that_cannot_be_used_ends_the_run_after_its_last_step_is_saved(
+    lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt of a large set is only known when it is drawn."""
+
+    def open_broken(entries: list[Any], data: DataConfig, *, total_epochs: int) -> Source[Prompt]:
+        source = open_source(entries, data, total_epochs=total_epochs)
+        entries[5 * BATCH - 1] = WrongEntry()
+        return source
+
+    monkeypatch.setattr("tandem.planner.simulation.open_source", open_broken)
+    setup = replace(small_setup(), store=CheckpointStore(tmp_path))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        simulate(config(lag, "data.shuffle=False"), uneven(1), setup=setup)
+    assert caught.value.subgroup(UserError) is not None
+    latest = CheckpointStore(tmp_path).latest()
+    assert latest is not None and latest.step >= 2
 
 
 @pytest.mark.parametrize("lag", [0, 1])

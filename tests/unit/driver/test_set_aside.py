@@ -13,6 +13,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.driver.set_aside import set_aside, set_dumps_aside
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, read_records
+from tandem.report.run_folder import SETTINGS_FILE
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 NAME = "before-2026-01-02-030405"
@@ -118,3 +119,24 @@ def test_a_repeated_validation_moves_only_the_dump_of_its_step(earlier: TrainerC
     folder = earlier.validation_data_folder
     assert names_in(folder / NAME) == {"4.jsonl"}
     assert not (folder / "4.jsonl").exists() and (folder / "5.jsonl").exists()
+
+
+def test_exported_models_of_later_steps_are_moved_with_their_checkpoints(
+    earlier: TrainerConfig,
+) -> None:
+    run = earlier.run_folder
+    for step in (2, 4):
+        (run / f"model_step_{step}").mkdir()
+    start(earlier, 2)
+    assert (run / "model_step_2").is_dir()
+    assert not (run / "model_step_4").exists()
+    assert (run / NAME / "model_step_4").is_dir()
+
+
+def test_settings_of_a_start_that_trained_no_step_do_not_remain(earlier: TrainerConfig) -> None:
+    run = earlier.run_folder
+    start(earlier, 5)
+    with (run / SETTINGS_FILE).open("a") as file:
+        file.write('{"step": 6, "changed": {}}\n')
+    start(earlier, 5)
+    assert max(record["step"] for record in read_records(run / SETTINGS_FILE)) <= 5

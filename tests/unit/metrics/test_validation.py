@@ -114,3 +114,8 @@ def test_no_majority_without_predictions():
 
 def test_nothing_to_validate():
     assert validation_metrics([]) == {}
+
+
+def test_the_score_is_reported_though_a_part_of_it_has_the_name_reward() -> None:
+    samples = [ValidationSample("a", row=0, score=0.2, extra={"reward": 1.0})]
+    assert validation_metrics(samples)["val-core/a/reward/mean@1"] == 0.2

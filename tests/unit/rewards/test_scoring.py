@@ -91,6 +91,14 @@ def score(spec: RewardSpec, *requests: RewardRequest) -> list[RewardOutcome]:
     return score_requests(load_scorer(spec, on_error=ignore), requests)
 
 
+def test_an_integer_that_no_float_holds_is_text_or_an_error():
+    huge = 10**5000
+    assert judge(huge).status is RewardStatus.ERROR
+    outcome = judge({"score": 1.0, "value": huge, "pred": huge})
+    assert (outcome.score, outcome.texts) == (1.0, {"value": "<int>"})
+    assert outcome.prediction == "<int>"
+
+
 def test_built_in_rule_with_shaping():
     (outcome,) = score(RewardSpec(overlong=OverlongBuffer(10, 2, 1.0)), request())
     assert outcome.score == 0.5
