@@ -44,14 +44,14 @@ from tandem.weight_sync.link import WeightLink, open_link
 from tandem.workers.generation import LinkedRollout
 from tandem.workers.job import PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.linking import link_place
-from tandem.workers.policies import (
+from tandem.workers.parts import (
     changing_slices,
-    open_initial,
     open_policy_part,
     open_received,
     received_folder,
     require_same_base,
 )
+from tandem.workers.policies import open_initial
 from tandem.workers.remote import PeakMemory
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.config.schema.optim import OptimConfig
 from tandem.types import SliceSpec, UpdateReport
-from tandem.workers.policies import changing_slices
+from tandem.workers.parts import changing_slices
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training import (
     Case,

@@ -27,13 +27,13 @@ from tandem.platforms.record import CPU
 from tandem.types import HeldSlice
 from tandem.workers.deployment import policy_spec, pool_jobs
 from tandem.workers.job import PolicySpec, WorkerJob
-from tandem.workers.policies import (
+from tandem.workers.parts import (
     changing_slices,
-    open_initial,
     open_received,
     received_folder,
     require_same_base,
 )
+from tandem.workers.policies import open_initial
 from tests.fakes.seeing_files import write_policy
 from tests.unit.engines.minibatch import cut_batches
 from tests.unit.models.tiny_models import NATIVE, open_fp32, write_hf
