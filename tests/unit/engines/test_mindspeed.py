@@ -18,7 +18,7 @@ repatch = SETTINGS.append
 """
 _USE = """
 import json, sys
-import tandem.engines.fsdp, tandem.workers.policies
+import tandem.engines.fsdp, tandem.workers.parts
 from tandem.engines.mindspeed import adapt_megatron
 early = [name for name in sys.modules if name.startswith(("mindspeed", "megatron"))]
 adapt_megatron("mindspeed")
