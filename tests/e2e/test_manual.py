@@ -223,7 +223,8 @@ class Reader:
         is_prepared = (self.folder / "data/gsm8k/train.parquet").exists()
         devices = 2 if any(map(_is_of_devices, arguments)) else 1
         # The tiny model's own template has no calls.
-        calls = any("/examples/agent/" in word for word in arguments)
+        with_calls = ("/examples/agent/", "multi_turn.enable=True")
+        calls = any(part in word for word in arguments for part in with_calls)
         (self.folder / "calls.jinja").write_text(TOOL_TEMPLATE, "utf-8")
         template = f"actor_rollout_ref.model.custom_chat_template={self.folder / 'calls.jinja'}"
         return [
