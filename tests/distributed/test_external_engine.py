@@ -96,7 +96,12 @@ def native(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.parametrize(
-    "place", ["one process", "two devices", pytest.param("two pools", marks=pytest.mark.deep)]
+    "place",
+    [
+        "one process",
+        pytest.param("two devices", marks=pytest.mark.deep),
+        pytest.param("two pools", marks=pytest.mark.deep),
+    ],
 )
 def test_an_external_engine_trains_as_ours_does(
     native: Path, material: Material, tmp_path: Path, place: str

@@ -112,6 +112,7 @@ def _one_chip(_: int | None) -> str:
     return "one chip"
 
 
+@pytest.mark.deep
 def test_a13_two_workers_of_one_chip_are_refused(doubles: Callable[..., Platform]) -> None:
     platform = replace(doubles("npu", num_devices=NUM_DEVICES), device_uuid=_one_chip)
     with pytest.raises(ProcessError, match="device one chip of .*: train rank 0 .*train rank 1"):

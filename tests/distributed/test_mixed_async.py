@@ -68,6 +68,7 @@ def test_a15_doubles_of_two_vendors_compute_what_the_host_computes(finished: Run
     assert not list(differences(mixed, host))
 
 
+@pytest.mark.deep
 def test_the_bounds_tell_another_learning_rate_and_a_missing_step(finished: Run) -> None:
     host, wrong = (
         repeatable(metrics_of(finished(*words)))

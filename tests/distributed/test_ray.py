@@ -250,6 +250,7 @@ def test_ray_starts_only_the_processes_that_are_needed(
     assert any("log_monitor.py" in command for command in commands) == is_wanted
 
 
+@pytest.mark.deep
 def test_a_process_uses_clusters_with_and_without_a_token_in_any_order() -> None:
     order = "existing own existing"
     driver = run_driver("use_clusters_in_turn", TANDEM_TEST_CLUSTERS=order)

@@ -92,6 +92,7 @@ def test_two_nodes_train_together_start_again_together_and_end_alike(
     assert not hosts.processes(1)
 
 
+@pytest.mark.deep
 def test_torchrun_on_two_nodes_forms_the_cluster_itself(
     hosts: Hosts, material: Material, tmp_path: Path
 ) -> None:

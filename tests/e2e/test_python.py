@@ -137,6 +137,7 @@ def test_equals_the_command_line(
     assert str(tmp_path) in run._repr_html_()
 
 
+@pytest.mark.deep
 def test_two_processes_beside_a_running_loop_equal_the_command_line(
     material: Material, tmp_path: Path
 ) -> None:

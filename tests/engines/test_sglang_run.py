@@ -100,6 +100,7 @@ def test_a_run_with_sglang_is_that_of_the_native_engine(
     assert none_left(mark)
 
 
+@pytest.mark.deep
 def test_v10_a_scheduler_and_a_worker_that_are_killed_are_replaced(
     native: Path, material: Material, policy: Path, tmp_path: Path
 ) -> None:
