@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from tandem.config.check.continuation import (
     Change,
     changed_settings,
 )
+from tandem.config.derived.vision import vision_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -35,7 +37,7 @@ def require_same_experiment(
         return ()
     changes = changed_settings(config, earlier)
     untrained = [change for change in changes if change.key in SAME_TRAINED]
-    if untrained and not trainer.val_only:
+    if untrained and not trainer.val_only and _is_whole_and_sees(checkpoint):
         raise UserError(
             untrained[0].key,
             rule=f"{checkpoint.folder} was trained with {untrained[0].before} and not with "
@@ -67,6 +69,14 @@ def require_same_experiment(
     if changes:
         logger.warning("settings changed since step %d: %s", checkpoint.step, _listed(changes))
     return changes
+
+
+def _is_whole_and_sees(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint is of a model that sees, without adapters."""
+    file = checkpoint.folder / "actor" / "config.json"
+    return (
+        file.is_file() and vision_config(json.loads(file.read_text(encoding="utf-8"))) is not None
+    )
 
 
 def _listed(changes: Sequence[Change]) -> str:

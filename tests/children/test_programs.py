@@ -265,3 +265,8 @@ def test_a_file_of_agents_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "expected"), [({}, "127"), ({"no_proxy": "a"}, "a,127")])
 def test_no_proxy_stands_before_the_endpoint(given: dict[str, str], expected: str) -> None:
     assert without_proxy(given)["NO_PROXY"].startswith(expected)
+
+
+def test_a_last_line_that_nests_too_deep_is_no_object(folder: Path) -> None:
+    """Degenerate text of the policy."""
+    assert run(folder, python("print('[' * 100_000)")) == [ProgramEnd()]

@@ -11,7 +11,9 @@ import pytest
 from tandem.cli.report import run as run_command
 from tandem.errors import UserError
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
+from tandem.report.headline import tiles
 from tandem.report.report import write_report
+from tandem.report.run_folder import read_run
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u2028\ud800 \"'`${1}{{ 7 * 7 }}"
@@ -306,3 +308,13 @@ def test_the_command_prints_the_path_of_the_report(tmp_path, capsys):
         str(tmp_path / "other.html"),
     ]
     assert (tmp_path / "report.html").read_bytes() == (tmp_path / "other.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "value", "note"),
+    [(1, "1", "from 1"), (8, "1", "from 0.125"), (100, "0.955", "from 0.055, means of 10 steps")],
+)
+def test_the_tiles_of_short_runs_show_the_first_and_the_last_step(tmp_path, num_steps, value, note):
+    _metrics(tmp_path, num_steps)
+    (tile,) = (tile for tile in tiles(read_run(tmp_path)) if tile.label == "Training reward")
+    assert (tile.value, tile.note) == (value, note)

@@ -82,3 +82,10 @@ def test_an_answer_is_the_same_number_if_it_is_no_harder_to_read(
     assert given is not None
     assert wanted is not None
     assert is_same_number(given, wanted) is is_same
+
+
+@pytest.mark.parametrize(
+    "text", ["1" + ",000" * 1500, r"\frac{1}{" + "3" * 5000 + "}", "3" * 5000 + "/7"]
+)
+def test_more_digits_than_python_reads_are_no_number(text: str):
+    assert read_number(plain(text)) is None

@@ -29,7 +29,7 @@ def test_users_are_warned_where_flagcx_is_passed_over(
     ]
     store, route = HashStore(), Route(0, (1, 2))
 
-    # Whoever is done keeps its groups until the last has formed its own.
+    # A thread that is done keeps its groups until the last one has formed its own.
     def make(rank: int) -> dict[Route, Transport]:
         def form(name: str, members: tuple[int, ...], **_: object) -> Group:
             return form_group(store, GroupPlace(name, members, rank, CPU, timeout_s=10))
