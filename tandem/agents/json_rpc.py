@@ -120,7 +120,7 @@ class RpcProgram:
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None, "the input of the program is a pipe"
         if self._process.stdin.is_closing():
-            raise RpcLost(self._lost or f"{self._name} has closed its input")
+            raise RpcLost(self._lost or f"{self._name} has ended: its input is closed")
         line = json.dumps({"jsonrpc": VERSION, **message}).encode() + b"\n"
         self._process.stdin.write(line)
 
