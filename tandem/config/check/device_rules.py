@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from tandem.config.check.expert_rules import expert_parallel_errors, require_built
+from tandem.config.check.expert_rules import (
+    expert_division_error,
+    expert_parallel_errors,
+    require_built,
+)
 from tandem.config.check.mcore_rules import mcore_errors
 from tandem.config.check.platform_rules import platform_errors
 from tandem.config.check.stage_rules import stage_errors
@@ -230,14 +234,9 @@ def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[
             rule=f"must{times} divide {devices}",
             remedy=f"Set {sequence_key}={_largest_divisor(left, sequence)}.",
         )
-    elif number % config.expert_model_parallel_size:
-        key, divided = f"{section}.expert_model_parallel_size", config.expert_model_parallel_size
-        yield UserError(
-            key,
-            divided,
-            rule=f"must divide {devices}",
-            remedy=f"Set {key}={_largest_divisor(number, divided)}.",
-        )
+    elif number % config.num_expert_devices:
+        largest = _largest_divisor(number, config.num_expert_devices)
+        yield expert_division_error(config, devices, section=section, largest=largest)
     elif config.fsdp_size == 0 or (
         0 < config.fsdp_size < number // split and number // split % config.fsdp_size
     ):
@@ -279,7 +278,7 @@ def require_division(
         )
         for error in chain(
             divisions,
-            expert_parallel_errors(layout, sizes, section=section),
+            expert_parallel_errors(layout, sizes, model=model),
             stage_errors(layout, sizes, section=section),
             mcore_errors(layout, sizes, model=model),
         ):

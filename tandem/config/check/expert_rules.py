@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from tandem.config.derived.pools import RankLayout
 from tandem.config.derived.sizes import ModelSizes
-from tandem.config.derived.trained_model import trained_model
+from tandem.config.derived.trained_model import ModelOfTask, trained_model
+from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -77,30 +78,44 @@ def require_recorded_scores(config: RunConfig, *, has_decoder: bool) -> None:
 
 
 def expert_parallel_errors(
-    layout: RankLayout, sizes: ModelSizes, *, section: str
+    layout: RankLayout, sizes: ModelSizes, *, model: ModelOfTask
 ) -> Iterator[UserError]:
-    """Yield the error in dividing experts over devices.
-
-    Args:
-        section: the section of the key, for messages.
-    """
-    divided, key = layout.expert_parallel, f"{section}.expert_model_parallel_size"
+    """Yield the error in dividing the experts of ``model`` over devices."""
+    divided, config = layout.expert_parallel, model.layout
     if divided == 1:
         return
     if sizes.experts is None:
+        name = "expert_model_parallel_size"
+        if config.expert_model_parallel_size == 1:
+            name = "expert_tensor_parallel_size"
+        key = f"{model.section}.{name}"
         rule = "the model has no experts to divide"
-        yield UserError(key, divided, rule=rule, remedy=f"Leave out {key}.")
+        yield UserError(key, getattr(config, name), rule=rule, remedy=f"Leave out {key}.")
         return
     number, ranks = sizes.experts.num_experts, layout.ranks_per_copy
     if number % divided or ranks % divided:
         largest = max(n for n in range(1, divided + 1) if not (number % n or ranks % n))
-        yield UserError(
-            key,
-            divided,
-            rule=f"must divide the {number} experts of a layer and the {ranks} device(s) that hold "
-            "the weights once",
-            remedy=f"Set {key}={largest}.",
+        whole = (
+            f"the {number} experts of a layer and the {ranks} device(s) that hold the weights once"
         )
+        yield expert_division_error(config, whole, section=model.section, largest=largest)
+
+
+def expert_division_error(
+    config: FsdpConfig, whole: str, *, section: str, largest: int
+) -> UserError:
+    """Return the error about experts whose number of devices does not divide ``whole``.
+
+    Args:
+        largest: the largest number of devices that does.
+    """
+    key, times = f"{section}.expert_model_parallel_size", config.expert_tensor_parallel_size or 1
+    rule, remedy = f"must divide {whole}", f"Set {key}={largest}."
+    if times > 1:
+        other = f"{section}.expert_tensor_parallel_size"
+        rule = f"times {other}={times} {rule}"
+        remedy = f"Set {key}={largest} and {other}=1."
+    return UserError(key, config.expert_model_parallel_size, rule=rule, remedy=remedy)
 
 
 def _require_no_replay(config: RunConfig | SftConfig) -> None:

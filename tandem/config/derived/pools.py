@@ -279,7 +279,7 @@ def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
         tensor_parallel=split,
         sequence_parallel=config.ulysses_sequence_parallel_size,
         num_shards=most if config.fsdp_size < 0 else min(config.fsdp_size, most),
-        expert_parallel=config.expert_model_parallel_size,
+        expert_parallel=config.num_expert_devices,
         pipeline_parallel=stages,
         first_stage_layers=config.num_layers_in_first_pipeline_stage,
         last_stage_layers=config.num_layers_in_last_pipeline_stage,

@@ -62,6 +62,13 @@ class FsdpConfig(BaseModel):
         description="Number of devices over which the experts of each layer are divided. Tokens "
         "travel to the devices of their experts and back. 1: FSDP2 gathers the experts of a layer.",
     )
+    expert_tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="In Megatron, the number of devices over which the matrices of an expert are "
+        "split. Here the experts are divided over expert_model_parallel_size times as many devices "
+        "instead: each holds the same share. null: 1.",
+    )
     ulysses_sequence_parallel_size: int = Field(
         default=1,
         ge=1,
@@ -88,3 +95,8 @@ class FsdpConfig(BaseModel):
         default="native",
         description="What computes the layers. native: tandem. mcore: megatron-core's own modules.",
     )
+
+    @property
+    def num_expert_devices(self) -> int:
+        """The number of devices over which the experts of each layer are divided."""
+        return self.expert_model_parallel_size * (self.expert_tensor_parallel_size or 1)

@@ -33,6 +33,7 @@ _SAME = {
     "optimizer_offload": "optimizer_offload",
     "tensor_model_parallel_size": "tensor_model_parallel_size",
     "expert_model_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "context_parallel_size": "ulysses_sequence_parallel_size",
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "dtype": "dtype",
@@ -123,6 +124,7 @@ _KEYS: Table = {
         "optimizer_offload": False,
         "tensor_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
         "context_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "dtype": "auto",
@@ -161,11 +163,6 @@ _KEYS: Table = {
 }  # fmt: skip
 
 _REFUSED: Mapping[str, Unbuilt] = {
-    "expert_tensor_parallel_size": Unbuilt(
-        "the division of an expert's matrices",
-        (None, 1),
-        "Set it to 1, and raise expert_model_parallel_size by the same factor.",
-    ),
     "use_dist_checkpointing": Unbuilt(
         "a start from a checkpoint of Megatron",
         (False, None),

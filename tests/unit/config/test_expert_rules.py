@@ -50,6 +50,7 @@ def test_not_built_for_experts(arguments, text):
 
 
 DIVIDED = f"{ROLES}.actor.fsdp_config.expert_model_parallel_size"
+SPLIT = f"{ROLES}.actor.fsdp_config.expert_tensor_parallel_size"
 SIX = replace(TINY, experts=ExpertConfig(6, 2, inner=32))
 
 
@@ -62,6 +63,10 @@ SIX = replace(TINY, experts=ExpertConfig(6, 2, inner=32))
          f"device(s) that hold the weights once. Set {DIVIDED}=2."),
         ((f"{DIVIDED}=4", f"{ROLES}.actor.fsdp_config.fsdp_size=2"), EXPERTS,
          f"and the 2 device(s) that hold the weights once. Set {DIVIDED}=2."),
+        ((f"{DIVIDED}=2", f"{SPLIT}=4"), EXPERTS, f"{DIVIDED}=2: times {SPLIT}=4 must divide the 8 "
+         f"experts of a layer and the 4 device(s) that hold the weights once. Set {DIVIDED}=4 and "
+         f"{SPLIT}=1."),
+        ((f"{SPLIT}=2",), TINY, f"{SPLIT}=2: the model has no experts to divide. Leave out"),
         ((f"{DIVIDED}=2",), TINY, f"the model has no experts to divide. Leave out {DIVIDED}."),
     ],
 )  # fmt: skip
@@ -70,6 +75,14 @@ def test_mo15_experts_that_do_not_divide_are_refused(words, sizes, text):
     with pytest.raises(UserError) as raised:
         require_division(config, place_run(config), models={"actor-train": sizes})
     assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_matrices_of_experts_are_not_split_but_experts_are_divided_over_more_devices():
+    words = ["trainer.n_gpus_per_node=4", f"{DIVIDED}=2", f"{SPLIT}=2"]
+    placement = place_run(load_config(RunConfig, words).config)
+    assert placement.layouts["actor-train"].expert_parallel == 4
+    placement = place_run(load_config(RunConfig, [*words, f"{SPLIT}=null"]).config)
+    assert placement.layouts["actor-train"].expert_parallel == 2
 
 
 LATENT = LatentConfig(key_rank=16, plain=8, rotated=8, value=16)

@@ -28,6 +28,7 @@ STRATEGY = f"{ACTOR}.strategy=megatron"
 SIZES = {
     "tensor_model_parallel_size": 2,
     "expert_model_parallel_size": 4,
+    "expert_tensor_parallel_size": 2,
     "context_parallel_size": 2,
     "pipeline_model_parallel_size": 3,
     f"{OVERRIDES}.num_layers_in_first_pipeline_stage": 5,
