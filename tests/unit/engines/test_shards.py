@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-from math import prod
+from dataclasses import astuple, replace
+from itertools import chain
 
 import pytest
 import torch
@@ -71,37 +71,55 @@ def test_mo9_each_copy_of_the_ranks_holds_each_expert_once(ranks, tensor, shards
         assert (count == ranks // (tensor * shards)).all(), name
 
 
-def test_mo12_experts_divided_alike_need_no_message_on_the_same_ranks() -> None:
-    """Train with experts over two ranks, and send to one process, to the same, and to two others.
+TRAINERS = {
+    "experts over two": RankLayout(2, 1, 1, num_shards=2, expert_parallel=2),
+    "experts over four": RankLayout(4, 1, 1, num_shards=4, expert_parallel=4),
+    "experts over two, sharded": RankLayout(4, 1, 1, num_shards=4, expert_parallel=2),
+    "matrices over two": RankLayout(2, 2, 1, num_shards=1),
+    "layers over two": RankLayout(2, 1, 1, num_shards=1, pipeline_parallel=2),
+    "one": RankLayout(1, 1, 1, num_shards=1),
+}
+ROLLOUTS = {name: TRAINERS[name] for name in ("one", "experts over two", "matrices over two")}
 
-    Regions of three dimensions reach a process that holds all once each.
-    """
+
+def _specs(config: DecoderConfig, layout: RankLayout) -> list[tuple[SliceSpec, ...]]:
+    """Return what each rank holds."""
+    found = (
+        regions_of_rank(config, layout, rank=rank, dtype=torch.float32)
+        for rank in range(layout.num_ranks)
+    )
+    return [tuple(chain.from_iterable(regions.values())) for regions in found]
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_mo12_a_transfer_brings_each_entry_that_is_needed_once(trainer: str, rollout: str) -> None:
+    """Between processes of their own, however the experts are divided on both sides."""
     config = decoder_config(EXPERTS["qwen3_moe"]().to_dict())
     assert config is not None
-    divided = RankLayout(2, 1, 1, num_shards=2, expert_parallel=2)
-    split = RankLayout(2, 2, 1, num_shards=1)
+    sending = [Layout(held, ()) for held in _specs(config, TRAINERS[trainer])]
+    needs = _specs(config, ROLLOUTS[rollout])
+    plan = make_plan([*sending, *(Layout((), need) for need in needs)], message_bytes=1 << 12)
+    for number, need in enumerate(needs, start=len(sending)):
+        arrived = {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}
+        for message in plan.messages:
+            for segment in message.segments if number in message.route.receivers else ():
+                content = segment.content
+                spec = replace(need[0], offset=content.region.offset, size=content.region.size)
+                view_of(arrived[content.name], spec).add_(1)
+        needed = {name: torch.zeros_like(entries) for name, entries in arrived.items()}
+        for spec in need:
+            view_of(needed[spec.name], spec).add_(1)
+        assert all(torch.equal(arrived[name], needed[name]) for name in needed)
 
-    def specs(layout: RankLayout, rank: int) -> tuple[SliceSpec, ...]:
-        found = regions_of_rank(config, layout, rank=rank, dtype=torch.float32)
-        return tuple(region for regions in found.values() for region in regions)
 
-    trainers = [specs(divided, rank) for rank in range(2)]
-    same = make_plan([Layout(own, own) for own in trainers], message_bytes=1 << 20)
-    assert not same.messages
-    whole = specs(RankLayout(1, 1, 1, num_shards=1), 0)
-    numbers = sum(prod(spec.shape) for spec in whole)
-    for needs in ([whole], [specs(split, rank) for rank in range(2)]):
-        receivers = [Layout((), own) for own in needs]
-        senders = [Layout(own, ()) for own in trainers]
-        plan = make_plan([*senders, *receivers], message_bytes=1 << 20)
-        for number, own in enumerate(needs, start=len(trainers)):
-            arrived = [
-                segment.content.region.num_elements
-                for message in plan.messages
-                if number in message.route.receivers
-                for segment in message.segments
-            ]
-            assert sum(arrived) == sum(prod(spec.size) for spec in own) <= numbers
+@pytest.mark.parametrize("layout", ["experts over two", "experts over four"])
+def test_mo12_experts_divided_alike_need_no_message_on_the_same_ranks(layout: str) -> None:
+    """Each rank holds whole experts, and its share of the rest, on both sides."""
+    config = decoder_config(EXPERTS["qwen3_moe"]().to_dict())
+    assert config is not None
+    held = _specs(config, TRAINERS[layout])
+    assert not make_plan([Layout(own, own) for own in held], message_bytes=1 << 20).messages
 
 
 def test_ranks_count_by_tensor_then_sequence_then_data() -> None:
