@@ -9,11 +9,9 @@ and exit code 2; any other error keeps its traceback.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -22,6 +20,7 @@ from typing import Any
 from tandem import __version__
 from tandem.cli.entries import spelled_out
 from tandem.errors import RunFailure, UserError
+from tandem.runtime.os_settings import no_collection
 from tandem.runtime.torchrun import run_as_launched, with_launched_devices
 
 EXIT_FAILURE = 1
@@ -226,7 +225,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         )
     # Otherwise torch's C++ warns on stderr about host names without an address.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with _no_collection():
+    with no_collection():
         parser = import_module(command.parser) if command.parser else None
         parsed: Any = arguments if parser is None else parser.parse(arguments)
     if command.parser:  # show that the command has started: the imports that follow take seconds
@@ -239,19 +238,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def _load(command: Command) -> Callable[..., int]:
     """Import the function that runs a command."""
-    with _no_collection():
+    with no_collection():
         return import_module(command.module).run
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turn the garbage collector off for imports: they make a million objects and no garbage."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of this process in glibc and Linux: memory allocation, and death with the parent."""
+"""Settings of this process: its garbage collector, its heap in glibc, its death with the parent."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameters of mallopt
@@ -33,3 +36,14 @@ def keep_freed_memory() -> None:
         set_option(_ARENA_MAX, 1)
         set_option(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
         set_option(_TRIM_THRESHOLD, _MAX_TRIM_THRESHOLD_BYTES)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Turn the garbage collector off for imports: they make a million objects and no garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

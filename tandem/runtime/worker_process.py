@@ -31,7 +31,7 @@ from tandem.platforms.isolation import (
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.failure import ReportedError, symptom_of
 from tandem.runtime.liveness import CallMonitor, Heartbeat
-from tandem.runtime.os_settings import keep_freed_memory
+from tandem.runtime.os_settings import keep_freed_memory, no_collection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,7 +146,8 @@ class WorkerProcess:
             the device's ``Platform.device_uuid``.
         """
         with reported(), self._monitor.running():
-            platform: Platform = pickle.loads(payload)
+            with no_collection():
+                platform: Platform = pickle.loads(payload)  # imports torch
             self._confirm(platform)
             self._platform = platform
             return Reply(platform.device_uuid(self._plan.local_index), self._notices.take())
@@ -155,7 +156,8 @@ class WorkerProcess:
         """Build the object with the ``Build`` that is pickled in ``payload``."""
         with reported(), self._monitor.running():
             assert self._place is not None and self._platform is not None, "confirm() comes first"
-            build: Build = pickle.loads(payload)
+            with no_collection():
+                build: Build = pickle.loads(payload)  # imports what the object needs
             keep_freed_memory()
             self._platform.prepare_thread()
             self._object = build(self._place)
