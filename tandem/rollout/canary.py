@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary: fixed tokens that are generated after each update, and must have the log-probs of the
+"""The canary: known tokens that are generated after each update, and must have the log-probs of the
 trainer's model.
 
 It finds weights that the engine loaded into the wrong place or did not use, which neither names nor
-checksums show.
+checksums show. Each version has other tokens: those of one version do not go to all experts of a
+mixture.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ MAX_ROUNDED_ERROR = 0.2
 """The largest mean difference if one of them does not."""
 
 
-def fixed_tokens(vocabulary: int) -> tuple[TokenIds, TokenIds]:
-    """Return the prompt and the tokens after it."""
-    ids = tuple((37 * index + 5) % vocabulary for index in range(CANARY_LENGTH))
+def canary_tokens(vocabulary: int, version: int) -> tuple[TokenIds, TokenIds]:
+    """Return the prompt of a version and the tokens after it."""
+    first = 5 + 11 * version
+    ids = tuple((37 * index + first) % vocabulary for index in range(CANARY_LENGTH))
     return ids[:NUM_TOKENS], ids[NUM_TOKENS:]
 
 
 @torch.no_grad()
-def expected_log_probs(model: LanguageModel) -> Tensor:
-    """Return the log-probs (R,) of the fixed tokens under the trainer's model, on the CPU."""
-    prompt, response = fixed_tokens(model.lm_head_weight.shape[0])
+def expected_log_probs(model: LanguageModel, version: int) -> Tensor:
+    """Return the log-probs (R,) of a version's tokens under the trainer's model, on the CPU."""
+    prompt, response = canary_tokens(model.lm_head_weight.shape[0], version)
     packed = pack([prompt + response[:-1]], [0], prefix_starts=[0], device=torch.device("cpu"))
     target_R = torch.tensor(response)
     source_R = torch.arange(len(prompt) - 1, len(packed.token_T))
@@ -71,13 +73,13 @@ def require_equal(
     """
     if found_R.shape != expected_R.shape:
         raise EngineFailure(
-            f"{engine}: version {version} cannot be checked: of {len(expected_R)} fixed tokens, "
+            f"{engine}: version {version} cannot be checked: of {len(expected_R)} known tokens, "
             f"{len(found_R)} came back"
         )
     bound = MAX_ERROR if set(dtypes) == {torch.float32} else MAX_ROUNDED_ERROR
     error = float((found_R - expected_R).abs().mean())
     if not error <= bound:
         raise EngineFailure(
-            f"{engine}: version {version} was not loaded as the trainer has it: log-probs of fixed "
+            f"{engine}: version {version} was not loaded as the trainer has it: log-probs of known "
             f"tokens differ by {error:.1e} on average"
         )

@@ -17,8 +17,8 @@ from packaging.version import Version
 from tandem.config.derived.experts import is_expert_family
 from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
 from tandem.config.schema.rollout import ENGINES, ENGINES_NOT_BUILT
+from tandem.rollout.glm_network import GLM_CLASS, SAME_AS_GLM, difference_from_glm
 from tandem.rollout.installed import Installed, find_package
-from tandem.rollout.sglang.families import GLM_CLASS, SAME_AS_GLM, difference_from_glm
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ PACKAGES: Mapping[str, Package] = {
 """The package of each engine that is not tandem's own."""
 _FAMILIES_WITH_EXPERTS: Mapping[str, Sequence[str]] = {
     "hf": (),
-    "vllm": ("qwen3_moe",),
-    "sglang": ("qwen3_moe", "dots1", "XdgMoE"),
+    "vllm": ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", *SAME_AS_GLM),
+    "sglang": ("qwen3_moe", *SAME_AS_GLM),
 }
 """The families with experts that have been compared with the trainer, for each engine that holds a
 copy of the weights, under names of its own for experts."""
@@ -163,10 +163,10 @@ def problem_of(
     package = PACKAGES.get(name)
     if package is None or is_elsewhere:
         return None
-    if name == "sglang" and hf_config is not None and family in SAME_AS_GLM:
+    if hf_config is not None and family in SAME_AS_GLM:
         difference = difference_from_glm(hf_config)
         if difference:
-            return Problem(f"SGLang computes {family!r} as GLM-4.5 alone: {difference}")
+            return Problem(f"{package.title} computes {family!r} as GLM-4.5 alone: {difference}")
         hf_config = {**hf_config, "architectures": [GLM_CLASS]}
     try:
         found = find_package(package.module, package.distributions, interpreter=interpreter)

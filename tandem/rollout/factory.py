@@ -77,6 +77,21 @@ class EngineSpec:
                 own,
             )
 
+    def warn_of_unread_files(self, engine: str) -> None:
+        """Log a warning unless an engine is to start with random weights, if it must.
+
+        It computes the model under another name, and does not know the names in its files.
+        """
+        if not self.config.load_format.startswith("dummy"):
+            logger.warning(
+                "actor_rollout_ref.rollout.load_format=%s: %s computes models of type %r under "
+                "another name and does not read their files. Its weights come from the trainer "
+                "alone",
+                self.config.load_format,
+                engine,
+                self.model.family,
+            )
+
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:
     """Build the engine that ``spec.config.name`` names.

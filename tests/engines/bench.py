@@ -26,6 +26,7 @@ from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.testing.contracts.rollout import EngineBench
 from tandem.types import Completion, GenerationRequest, SamplingParams
+from tests.unit.models.tiny_models import name_as_red_moe
 
 VOCAB = 96
 EOS = (0, 1)
@@ -82,6 +83,20 @@ FAMILIES: Mapping[str, Callable[[], transformers.PretrainedConfig]] = {
     "dots1": lambda: transformers.Dots1Config(
         **_SIZES, **_EXPERTS, **_DEEPSEEK, head_dim=32, sliding_window=None
     ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **_SIZES, **_EXPERTS, **_DEEPSEEK, head_dim=32, num_nextn_predict_layers=0
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        tie_word_embeddings=False,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2),
 }
 """Gemma and Phi-3 are computed by transformers in the trainer, all others by our decoder."""
 
@@ -92,7 +107,8 @@ def write_model(folder: Path, family: str, **settings: Any) -> Path:
     Args:
         settings: entries of config.json that differ.
     """
-    config = FAMILIES[family]()
+    is_red_moe = family == "red-moe"
+    config = FAMILIES["dots1" if is_red_moe else family]()
     config.update(settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -100,6 +116,8 @@ def write_model(folder: Path, family: str, **settings: Any) -> Path:
         for name, weight in model.named_parameters():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
+    if is_red_moe:
+        name_as_red_moe(folder)
     return folder
 
 

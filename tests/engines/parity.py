@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tandem.api import EngineFailure
 from tandem.models.file_tensors import is_kept
@@ -23,6 +24,9 @@ from tests.engines.bench import (
     transformers_log_probs,
     write_model,
 )
+
+_VERSIONS_OF_EXPERTS = 8
+"""How many versions a changed expert stays. The 15 tokens of one reach most of four experts."""
 
 
 def check_log_probs(bench: EngineBench, folder: Path) -> None:
@@ -87,7 +91,8 @@ def check_tensors_that_are_left_out(
 
 def check_tensors_that_are_a_tenth_off(bench: EngineBench) -> None:
     """A tensor that changed on its way is seen by the canary, for each tensor in turn."""
-    assert tensors_that_pass_a_tenth_off(bench) == []
+    unseen = tensors_that_pass_a_tenth_off(bench)
+    assert not unseen, unseen
 
 
 def tensors_that_pass_a_tenth_off(bench: EngineBench) -> list[str]:
@@ -95,29 +100,37 @@ def tensors_that_pass_a_tenth_off(bench: EngineBench) -> list[str]:
 
     The change is a tenth of the tensor's size, in random directions. A factor would not do: behind
     some norms it has no effect. The correction of a router is changed more, because it only takes
-    part in a choice.
+    part in a choice. The tokens of one version may miss an expert: a changed one stays for several.
     """
-    sink = bench.engine.sink()
-    assert sink is not None
     views, generator = dict(checkpoint_views(bench.model)), torch.Generator().manual_seed(5)
     unseen: list[str] = []
-    for changed in views:
-        bench.version += 1
-        sink.begin(bench.version)
-        for name, view in views.items():
-            size = view.square().mean().sqrt() * (100 if is_kept(name) else 0.1)
-            noise = torch.randn(view.shape, generator=generator) * size
-            sink.take(name, view + noise if name == changed else view)
-        sink.end()
-        bench.engine.set_weights_version(bench.version)
-        bench.rollout.add([bench.request(0)])
-        try:
-            bench.rollout.advance()
-        except EngineFailure as failure:
-            assert "was not loaded as the trainer has it" in str(failure)
-        else:
+    for changed, correct in views.items():
+        size = correct.square().mean().sqrt() * (100 if is_kept(changed) else 0.1)
+        wrong = correct + torch.randn(correct.shape, generator=generator) * size
+        is_chosen = ".experts." in changed or is_kept(changed)
+        num_versions = _VERSIONS_OF_EXPERTS if is_chosen else 1
+        if not any(_is_seen(bench, views | {changed: wrong}) for _ in range(num_versions)):
             unseen.append(changed)
     return unseen
+
+
+def _is_seen(bench: EngineBench, views: Mapping[str, Tensor]) -> bool:
+    """Return whether an engine refuses to generate with these weights as a new version."""
+    sink = bench.engine.sink()
+    assert sink is not None
+    bench.version += 1
+    sink.begin(bench.version)
+    for name, view in views.items():
+        sink.take(name, view)
+    sink.end()
+    bench.engine.set_weights_version(bench.version)
+    bench.rollout.add([bench.request(0)])
+    try:
+        bench.rollout.advance()
+    except EngineFailure as failure:
+        assert "was not loaded as the trainer has it" in str(failure)
+        return True
+    return False
 
 
 def write_tied_model_with_a_head(folder: Path, **settings: int) -> Path:

@@ -85,12 +85,13 @@ def expert_parallel_errors(
     if divided == 1:
         return
     if sizes.experts is None:
-        name = "expert_model_parallel_size"
-        if config.expert_model_parallel_size == 1:
-            name = "expert_tensor_parallel_size"
-        key = f"{model.section}.{name}"
-        rule = "the model has no experts to divide"
-        yield UserError(key, getattr(config, name), rule=rule, remedy=f"Leave out {key}.")
+        sizes_of_keys = {
+            "expert_model_parallel_size": config.expert_model_parallel_size,
+            "expert_tensor_parallel_size": config.expert_tensor_parallel_size or 1,
+        }
+        name, size = next((name, size) for name, size in sizes_of_keys.items() if size > 1)
+        key, rule = f"{model.section}.{name}", "the model has no experts to divide"
+        yield UserError(key, size, rule=rule, remedy=f"Leave out {key}.")
         return
     number, ranks = sizes.experts.num_experts, layout.ranks_per_copy
     if number % divided or ranks % divided:

@@ -186,14 +186,15 @@ class AttachedRolloutEngine:
     def _expect(self, version: Version) -> None:
         self._version = version.number
         self._labels[version.label] = version.number
-        self._expected_R = expected_log_probs(self._spec.model)
+        self._expected_R = expected_log_probs(self._spec.model, version.number)
 
     def _ask_canaries(self) -> None:
         """Let the servers with new weights generate the canary."""
-        fixed = canary(self._spec.model.lm_head_weight.shape[0])
+        assert self._version is not None, "weights have come"
+        known = canary(self._spec.model.lm_head_weight.shape[0], self._version)
         for member in [one for one in self._fleet.members if not one.is_checked]:
             if not any(sample.is_canary for sample in member.running.values()):
-                self._fleet.send(member, fixed)
+                self._fleet.send(member, known)
         if not self._fleet.members:
             raise EngineFailure(f"vLLM: no server is left; the last was {self._fleet.last_cause}")
 

@@ -112,7 +112,7 @@ def receive_version(
     with socket.create_connection((address, port), timeout=_CONNECT_S) as channel:
         channel.settimeout(_SILENCE_S)
         send_message(channel, {"token": token})
-        sink = VllmSink(target, receive_manifest(channel), on_end=lambda: None)
+        sink = VllmSink(target, receive_manifest(channel), on_end=lambda version: None)
         number = int(receive_message(channel)["version"])
         try:
             if state.is_open:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.rollout.attached.protocol import STREAM
 from tandem.rollout.attached.server import ServerLost
-from tandem.rollout.canary import NUM_TOKENS, fixed_tokens
+from tandem.rollout.canary import NUM_TOKENS, canary_tokens
 from tandem.rollout.completion import complete
 from tandem.rollout.sampler import DrawRule
 from tandem.rollout.vllm.draw import GREEDY, NOT_FINITE
@@ -134,7 +134,7 @@ def finished_sample(sample: Sample, answer: Answer, *, labels: Mapping[str, int]
     )
 
 
-def canary(vocabulary: int) -> Sample:
-    """Return the fixed tokens of a canary as a sample."""
-    prompt, forced = fixed_tokens(vocabulary)
+def canary(vocabulary: int, version: int) -> Sample:
+    """Return the known tokens of a version's canary as a sample."""
+    prompt, forced = canary_tokens(vocabulary, version)
     return Sample(-1, prompt, 0, GREEDY, (), NUM_TOKENS, forced)

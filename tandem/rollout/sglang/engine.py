@@ -24,17 +24,17 @@ from tandem.platforms.select import DTYPES
 from tandem.rollout.canary import (
     CANARY_LENGTH,
     NUM_TOKENS,
+    canary_tokens,
     expected_log_probs,
-    fixed_tokens,
     require_equal,
 )
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import manifest_of
+from tandem.rollout.glm_network import config_as_glm
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sglang.arguments import FREE_POSITIONS, engine_arguments
 from tandem.rollout.sglang.client import SglangProcess
-from tandem.rollout.sglang.families import config_for_sglang
 from tandem.rollout.sglang.keys import interpreter
 from tandem.rollout.sglang.weights import SglangSink, SharedMemory
 from tandem.types import Completion, GenerationRequest, TokenIds
@@ -152,7 +152,7 @@ class SglangRolloutEngine:
         self._process.close()
 
     def _check_weights(self, expected_R: Tensor) -> None:
-        prompt, forced = fixed_tokens(self._spec.model.lm_head_weight.shape[0])
+        prompt, forced = canary_tokens(self._spec.model.lm_head_weight.shape[0], self._version)
         sample = _message(
             -1, prompt, eos_ids=(), length=NUM_TOKENS, key=0, rule=_GREEDY, forced=forced
         )
@@ -175,7 +175,7 @@ class SglangRolloutEngine:
 
     def _expect(self, version: int) -> None:
         self._version = version
-        self._expected_R = expected_log_probs(self._spec.model)
+        self._expected_R = expected_log_probs(self._spec.model, version)
 
 
 def build(spec: EngineSpec) -> SglangRolloutEngine:
@@ -190,11 +190,10 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
     arguments = engine_arguments(spec, max_positions=positions)
     spec.warn_of_precision()
     decoder = spec.model.decoder
-    config = (
-        None if decoder is None else config_for_sglang(hf_config, head_dim=decoder.config.head_dim)
-    )
+    config = None if decoder is None else config_as_glm(hf_config, head_dim=decoder.config.head_dim)
     if config is not None:
-        _use_no_files(spec, arguments)
+        spec.warn_of_unread_files("SGLang")
+        arguments["load_format"] = "dummy"
     memory = SharedMemory(manifest_of(spec.model, DTYPES[arguments["dtype"]]))
     first = {
         "arguments": arguments,
@@ -237,18 +236,6 @@ def _require_room(spec: EngineSpec, cache_tokens: int) -> None:
             "raise actor_rollout_ref.rollout.gpu_memory_utilization, or leave "
             "engine_kwargs.sglang.max_total_tokens out"
         )
-
-
-def _use_no_files(spec: EngineSpec, arguments: dict[str, Any]) -> None:
-    """Let SGLang start with random weights: it does not know the names in the model's files."""
-    if arguments["load_format"] != "dummy":
-        logger.warning(
-            "actor_rollout_ref.rollout.load_format=%s: SGLang computes models of type %r under "
-            "another name and does not read their files. Its weights come from the trainer alone",
-            spec.config.load_format,
-            spec.model.family,
-        )
-    arguments["load_format"] = "dummy"
 
 
 def _message(  # noqa: PLR0913 - the fields of a message

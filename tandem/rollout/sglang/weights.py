@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import EngineFailure
-from tandem.rollout.sglang.families import name_for_sglang
+from tandem.rollout.glm_network import name_in_glm
 from tandem.types import SliceSpec
 
 _MIN_BYTES = 64 << 20
@@ -96,7 +96,7 @@ class SglangSink:
             self._flush()
         self._memory.bytes[self._used : self._used + data.numel()].copy_(data)
         dtype = str(spec.dtype).removeprefix("torch.")
-        named = name_for_sglang(name, self._family)
+        named = name_in_glm(name, self._family)
         place = {"name": named, "dtype": dtype, "shape": list(spec.shape), "offset": self._used}
         self._placed.append(place)
         self._used += -(-data.numel() // _ALIGNMENT) * _ALIGNMENT

@@ -11,8 +11,11 @@ A run may have several engines, each on one device or split over several (``rank
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +25,11 @@ from torch import Tensor
 from tandem.api import Capacity, EngineFacts, EngineFailure, RolloutEngine
 from tandem.platforms.environment import set_defaults
 from tandem.rollout.attached.engine import build as build_attached
-from tandem.rollout.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
+from tandem.rollout.canary import NUM_TOKENS, canary_tokens, expected_log_probs, require_equal
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import manifest_of
+from tandem.rollout.glm_network import config_as_glm
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
@@ -72,6 +76,7 @@ class VllmRolloutEngine:
             get_model=worker.model_runner.get_model,
             device=torch.device(worker.device),
             vllm_config=worker.vllm_config,
+            family=spec.model.family,
         )
         self._sink = VllmSink(target, manifest_of(spec.model, self._dtype), on_end=self._expect)
         self._samples: dict[str, _Sample] = {}
@@ -139,7 +144,7 @@ class VllmRolloutEngine:
         for sample in self._samples.values():
             sample.stream.use_version(version)
         if is_new:
-            prompt, forced = fixed_tokens(self._spec.model.lm_head_weight.shape[0])
+            prompt, forced = canary_tokens(self._spec.model.lm_head_weight.shape[0], version)
             stream = Stream(0, GREEDY, forced)
             self._request(
                 _CANARY, prompt, stream=stream, eos_ids=(), length=NUM_TOKENS, priority=_FIRST
@@ -264,9 +269,9 @@ class VllmRolloutEngine:
             )
         )
 
-    def _expect(self) -> None:
+    def _expect(self, version: int) -> None:
         self._drop_canary()
-        self._expected_R = expected_log_probs(self._spec.model)
+        self._expected_R = expected_log_probs(self._spec.model, version)
 
     def _drop_canary(self) -> None:
         self._expected_R = None
@@ -296,8 +301,9 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
     streams: dict[str, Stream] = {}
     ranks = Ranks(spec.config.ranks_per_engine)
     try:
-        with undisturbed_process():
-            engine = _start(spec, streams, executor=ranks.executor_class())
+        with undisturbed_process(), tempfile.TemporaryDirectory(prefix="tandem-vllm-") as folder:
+            arguments = _arguments(spec, Path(folder))
+            engine = _start(spec, streams, arguments=arguments, executor=ranks.executor_class())
     except EngineFailure:
         raise
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -305,18 +311,43 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
     return VllmRolloutEngine(spec, engine, streams=streams, ranks=ranks)
 
 
-def _start(spec: EngineSpec, streams: dict[str, Stream], *, executor: type) -> Any:
+def _arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """Return the arguments of vLLM.
+
+    Args:
+        folder: gets the config.json of a model that vLLM knows under another name.
+    """
+    arguments, decoder = engine_arguments(spec), spec.model.decoder
+    path = spec.folder / "config.json"
+    if decoder is None or not path.is_file():
+        return arguments
+    hf_config = json.loads(path.read_text(encoding="utf-8"))
+    config = config_as_glm(hf_config, head_dim=decoder.config.head_dim)
+    if config is not None:
+        spec.warn_of_unread_files("vLLM")
+        (folder / path.name).write_text(json.dumps(config), encoding="utf-8")
+        arguments |= {"model": str(folder), "load_format": "dummy"}
+    return arguments
+
+
+def _start(
+    spec: EngineSpec,
+    streams: dict[str, Stream],
+    *,
+    arguments: Mapping[str, Any],
+    executor: type,
+) -> Any:
     """Return vLLM's engine, whose logits processor draws for ``streams``."""
     processor = processor_class(
         lambda params: streams[params.extra_args["stream"]], draw_rows=_draw_rows(spec)
     )
-    arguments = of_vllm("", "EngineArgs")(
-        **engine_arguments(spec),
+    given = of_vllm("", "EngineArgs")(
+        **arguments,
         logits_processors=[processor],
         distributed_executor_backend=executor,
     )
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
-    vllm_config = arguments.create_engine_config(usage)
+    vllm_config = given.create_engine_config(usage)
     if vllm_config.use_v2_model_runner:
         raise EngineFailure("vLLM: unset the environment variable VLLM_USE_V2_MODEL_RUNNER")
     return of_vllm("v1.engine.llm_engine", "LLMEngine")(

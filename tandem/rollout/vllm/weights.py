@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import EngineFailure
+from tandem.rollout.glm_network import name_in_glm
 from tandem.rollout.vllm.library import of_vllm
 from tandem.types import SliceSpec
 
@@ -31,24 +32,27 @@ class LoadedModel:
         get_model: returns the module.
         device: the device of its weights.
         vllm_config: vLLM's ``VllmConfig``.
+        family: the ``model_type`` of the trainer's model.
     """
 
     get_model: Callable[[], Any]
     device: torch.device
     vllm_config: Any
+    family: str = ""
 
 
 class VllmSink:
     """An ``api.WeightSink`` over the model of a vLLM worker in this process."""
 
     def __init__(
-        self, target: LoadedModel, manifest: Sequence[SliceSpec], *, on_end: Callable[[], None]
+        self, target: LoadedModel, manifest: Sequence[SliceSpec], *, on_end: Callable[[int], None]
     ) -> None:
         self._target = target
         self._manifest = manifest
         self._on_end = on_end
         self._missing: dict[str, None] = {}
         self._unwritten: set[str] = set()
+        self._first_names: dict[str, str] = {}
         self._opened: int | None = None
 
     def manifest(self) -> Sequence[SliceSpec]:
@@ -61,7 +65,8 @@ class VllmSink:
         self._opened = version
         self._missing = dict.fromkeys(spec.name for spec in self._manifest)
         # A tied head is listed apart from its embedding once the model is open.
-        self._unwritten = {name for name, _ in model.named_parameters()}
+        self._first_names = _first_names(model)
+        self._unwritten = set(self._first_names.values())
         with self._context(), self._target.device:
             of_vllm(_RELOAD, "initialize_layerwise_reload")(model)
 
@@ -73,7 +78,7 @@ class VllmSink:
         with self._context(), self._target.device:
             copy = tensor.to(self._target.device, copy=True)
             written = self._model().load_weights((name, copy) for name in self._names_of(name))
-            self._unwritten -= set(written or ())
+            self._unwritten -= {self._first_names.get(each, each) for each in written or ()}
 
     def end(self) -> None:
         """Close the model, and recompute derived tensors that vLLM's reload leaves unchanged."""
@@ -81,14 +86,15 @@ class VllmSink:
             raise EngineFailure(f"vLLM: weights are missing: {_some(self._missing)}")
         if self._unwritten:
             raise EngineFailure(f"vLLM: parameters were not written: {_some(self._unwritten)}")
-        model = self._model()
+        model, version = self._model(), self._opened
+        assert version is not None, "begin() comes first"
         with self._context(), self._target.device:
             finalize = of_vllm(_RELOAD, "finalize_layerwise_reload")
             finalize(model, self._target.vllm_config.model_config)
             _refresh_tied_head(model)
             _repack_experts(model)
         self._opened = None
-        self._on_end()
+        self._on_end(version)
 
     def require_whole(self) -> None:
         """Raise EngineFailure if a version was begun and not ended: vLLM's model is open."""
@@ -103,13 +109,23 @@ class VllmSink:
         is_tied = not any(spec.name == _HEAD for spec in self._manifest)
         if name.endswith(_EMBEDDING) and is_tied and _HEAD in self._unwritten:
             return name, _HEAD
-        return (name,)
+        return (name_in_glm(name, self._target.family),)
 
     def _model(self) -> Any:
         return self._target.get_model()
 
     def _context(self) -> Any:
         return of_vllm("config", "set_current_vllm_config")(self._target.vllm_config)
+
+
+def _first_names(model: Any) -> dict[str, str]:
+    """Return the first name of each parameter by all of its names.
+
+    Routers and shared experts have several: their modules are part of two others.
+    """
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _some(names: Sequence[str] | dict[str, None] | set[str]) -> str:

@@ -157,8 +157,14 @@ def hf_model(hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def write_xdg(folder: Path) -> PreTrainedModel:
-    """Write red-moe's family into ``folder``: a dots1 model under the names of its own files."""
+    """Write red-moe's family into ``folder``."""
     theirs = write_hf(EXPERTS["dots1"](), folder)
+    name_as_red_moe(folder)
+    return theirs
+
+
+def name_as_red_moe(folder: Path) -> None:
+    """Turn a folder of dots1 into one of red-moe, which has other names for the same network."""
     file = folder / "model.safetensors"
     renamed = {
         name.replace("q_norm", "q_layernorm").replace("k_norm", "k_layernorm"): tensor
@@ -169,7 +175,6 @@ def write_xdg(folder: Path) -> PreTrainedModel:
     content |= {"model_type": "XdgMoE", "scoring_func": "noaux_tc", "qk_layernorm": True}
     del content["n_group"], content["topk_group"], content["layer_types"]
     (folder / "config.json").write_text(json.dumps(content))
-    return theirs
 
 
 def write_hf(hf_config: PretrainedConfig, folder: Path) -> PreTrainedModel:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of fixed tokens that differ from the trainer's."""
+"""Log-probs of known tokens that differ from the trainer's."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_equal_log_probs_pass_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, NUM_TOKENS - 1])
 def test_another_number_of_tokens_is_a_failure_of_the_engine(num_tokens: int) -> None:
-    with pytest.raises(EngineFailure, match=f"of 8 fixed tokens, {num_tokens} came back"):
+    with pytest.raises(EngineFailure, match=f"of 8 known tokens, {num_tokens} came back"):
         require([-1.0] * num_tokens)

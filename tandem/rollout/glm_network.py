@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that SGLang computes under the name of another family, which is the same network.
+"""Models that vLLM and SGLang compute under the name of another family, which is the same network.
 
-SGLang has neither dots.llm1 nor red-moe. Both are GLM-4.5 with heads that are rotated whole: their
+They have neither dots.llm1 nor red-moe. Both are GLM-4.5 with heads that are rotated whole: their
 experts are chosen by sigmoid scores and a correction, and there are shared experts and dense layers
 before them. The canary compares their log-probs after each update, as for all models.
 
@@ -41,8 +41,8 @@ def difference_from_glm(hf_config: Mapping[str, Any]) -> str:
     return ""
 
 
-def config_for_sglang(hf_config: Mapping[str, Any], *, head_dim: int) -> dict[str, Any] | None:
-    """Return the config.json with which SGLang computes a model; None if it is the model's own."""
+def config_as_glm(hf_config: Mapping[str, Any], *, head_dim: int) -> dict[str, Any] | None:
+    """Return the config.json of GLM's family for a model; None if the engines know its own."""
     if hf_config.get("model_type") not in SAME_AS_GLM:
         return None
     experts = experts_of(hf_config)
@@ -72,8 +72,8 @@ def config_for_sglang(hf_config: Mapping[str, Any], *, head_dim: int) -> dict[st
     return config
 
 
-def name_for_sglang(name: str, family: str) -> str:
-    """Return the name under which SGLang's loader knows a tensor of a checkpoint file.
+def name_in_glm(name: str, family: str) -> str:
+    """Return the name under which the engine's loader knows a tensor of a checkpoint file.
 
     Args:
         family: the ``model_type`` of the model.

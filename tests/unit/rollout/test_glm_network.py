@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that SGLang computes as GLM-4.5: their config.json, their names, and which are refused."""
+"""Models that vLLM and SGLang compute as GLM-4.5: config.json, names, and which are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from tandem.rollout.choice import problem_of
-from tandem.rollout.sglang.families import config_for_sglang, name_for_sglang
+from tandem.rollout.glm_network import config_as_glm, name_in_glm
 from tests.fakes.packages import install_sglang
 
 EXPERTS = {
@@ -44,10 +44,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model", [DOTS, RED_MOE], ids=["dots1", "red-moe"])
-def test_sglang_gets_the_sizes_under_the_names_of_glm(
+def test_engines_get_the_sizes_under_the_names_of_glm(
     model: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = config_for_sglang(model, head_dim=32)
+    found = config_as_glm(model, head_dim=32)
     assert found is not None
     config = AutoConfig.for_model(**found)
     assert (config.model_type, config.architectures) == ("glm4_moe", ["Glm4MoeForCausalLM"])
@@ -61,12 +61,12 @@ def test_sglang_gets_the_sizes_under_the_names_of_glm(
 
 def test_the_norms_of_red_moe_have_other_names_there() -> None:
     names = ("model.layers.1.self_attn.q_layernorm.weight", "model.layers.1.mlp.gate.weight")
-    assert [name_for_sglang(name, "XdgMoE") for name in names] == [
+    assert [name_in_glm(name, "XdgMoE") for name in names] == [
         "model.layers.1.self_attn.q_norm.weight",
         names[1],
     ]
-    assert [name_for_sglang(name, "lfm2") for name in names] == list(names)
-    assert config_for_sglang({"model_type": "qwen3_moe"}, head_dim=32) is None
+    assert [name_in_glm(name, "lfm2") for name in names] == list(names)
+    assert config_as_glm({"model_type": "qwen3_moe"}, head_dim=32) is None
 
 
 @pytest.mark.usefixtures("installed")
