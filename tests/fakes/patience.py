@@ -9,8 +9,11 @@ milliseconds all the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Found = TypeVar("Found")
 
 LIMIT_S = 120.0
 """A time limit that a correct program never reaches, for whatever the test configures."""
@@ -25,3 +28,12 @@ def sooner_than(limit_s: float = LIMIT_S) -> Generator[None, None, None]:
     begin_s = time.monotonic()
     yield
     assert time.monotonic() - begin_s < limit_s / 2
+
+
+def until(find: Callable[[], Found]) -> Found:
+    """Return the first result that is not empty."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := find()):
+        assert time.monotonic() < deadline, "nothing happens"
+        time.sleep(0.01)
+    return found

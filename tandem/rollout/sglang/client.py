@@ -38,6 +38,7 @@ STALL_FACTOR = 20
 """A call also fails only after so many times the longest wait for progress so far."""
 SLOW_S, SLOW_FACTOR = 8.0, 2
 """A call that waits for so long, and for so many times the longest wait so far, is named."""
+_AWAKE_S = 1.0
 _EXIT_S = 10.0
 _READ_BYTES = 1 << 20
 _OWN_PATH = ("PYTHONPATH", "PYTHONHOME")
@@ -192,8 +193,7 @@ class SglangProcess:
         named_s = max(SLOW_S, SLOW_FACTOR * self._longest_s) if self._is_warm else limit_s
         waits_s = [limit_s] if named_s >= limit_s else [limit_s, named_s]
         while b"\n" not in self._incoming:
-            left_s = waits_s[-1] - (time.monotonic() - begun)
-            if not select.select([self._channel], [], [], max(0.0, left_s))[0]:
+            if not self._is_readable(until_s=begun + waits_s[-1]):
                 waited_s = waits_s.pop()
                 if waits_s:
                     logger.warning(
@@ -216,6 +216,19 @@ class SglangProcess:
             self._longest_s = max(self._longest_s, time.monotonic() - begun)
         line, _, self._incoming = self._incoming.partition(b"\n")
         return line
+
+    def _is_readable(self, *, until_s: float) -> bool:
+        """Wait for data of the process until a time; return whether there is some.
+
+        This thread computes a little each second: a worker whose call computes nothing for longer
+        than ``nccl_timeout`` counts as hanging, and SGLang's start has a longer limit of its own.
+        """
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            if select.select([self._channel], [], [], min(_AWAKE_S, left_s))[0]:
+                return True
+            if left_s <= _AWAKE_S:
+                return False
 
     def _stalled(self, limit_s: float) -> EngineDied:
         """Return the error of a process that stands still, and end it and its children."""

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from tandem.rollout.step_watch import StepWatch
-from tests.fakes.patience import PATIENCE_S
+from tests.fakes.patience import PATIENCE_S, until
 
 
 def test_the_limit_is_twenty_times_the_longest_step_and_at_least_the_least() -> None:
@@ -102,7 +100,7 @@ def test_a_step_is_not_ended_for_the_time_in_which_the_process_was_suspended() -
         for _ in range(5):  # the watch may take one look for two leaps, and never none
             away_s = watch._away_s
             now_s[0] += 600.0
-            wait_until(lambda before=away_s: watch._away_s >= before + 590.0)
+            until(lambda before=away_s: watch._away_s >= before + 590.0)
         assert not named.is_set()
         while not has_ended.is_set():  # time in which it looks every second does count
             now_s[0] += 1.0
@@ -110,11 +108,3 @@ def test_a_step_is_not_ended_for_the_time_in_which_the_process_was_suspended() -
     assert named.is_set()
     assert ended == ["vLLM: a step has not returned for 60 s"]
     watch.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return as soon as the condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

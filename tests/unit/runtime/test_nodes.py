@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tandem.runtime.cluster import ClusterPlan, ClusterSettings
 from tandem.runtime.failure import NodeFailure
 from tandem.runtime.nodes import HeadServer, MemberClient
 from tandem.runtime.token import prove
-from tests.fakes.patience import PATIENCE_S
+from tests.fakes.patience import PATIENCE_S, until
 
 
 def head_plan(wait_s: float = 5) -> ClusterPlan:
@@ -35,14 +34,6 @@ def greeted(plan: ClusterPlan, token: str = TOKEN) -> MemberClient:
     client = MemberClient(plan)
     assert client.greet(lambda: token) == token
     return client
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    """Return once it is so: the head learns of its members in a thread of its own."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def member_plan(plan: ClusterPlan, rank: int) -> ClusterPlan:
@@ -69,10 +60,10 @@ def test_a_member_that_goes_before_the_end_is_named_once() -> None:
     plan = head_plan()
     server = HeadServer(plan, TOKEN)
     first, second = (greeted(member_plan(plan, rank)) for rank in (1, 2))
-    wait_until(lambda: server.absent() == [])
+    until(lambda: server.absent() == [])
     assert server.lost() == ""
     second.close()
-    wait_until(server.lost)
+    until(server.lost)
     assert server.lost().startswith("node 2 (127.0.0.1) was lost: its command has ended")
     first.close()
     with pytest.raises(NodeFailure, match=r"^node 2 "):

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 
 from tandem.runtime import ray_node
 from tandem.runtime.ray_node import RayNode, RayNodeError, describe_end, start_head
+from tests.fakes.patience import until
 
-PATIENCE_S = 120.0
-Found = TypeVar("Found")
 REPORT = "Some Ray subprocesses exited unexpectedly:"
 REST = "Remaining processes will be killed."
 
@@ -84,15 +80,6 @@ def test_ray_ends_with_the_code_of_wrong_usage_after_an_option_that_it_does_not_
     with pytest.raises(RayNodeError, match="No such option.*no-such") as raised:
         start_head({"temp_dir": tmp_path, "no_such": 1}, role="local", token="")
     assert raised.value.is_usage
-
-
-def until(find: Callable[[], Found]) -> Found:
-    """Return the first result that is not empty."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := find()):
-        assert time.monotonic() < deadline, "nothing happens"
-        time.sleep(0.01)
-    return found
 
 
 def test_several_threads_ask_at_the_same_time_whether_a_process_was_lost(

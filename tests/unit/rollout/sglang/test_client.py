@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tandem.api import EngineDied
 from tandem.rollout.sglang import client
-from tests.fakes.patience import PATIENCE_S
+from tandem.runtime.liveness import CallMonitor
+from tests.fakes.patience import PATIENCE_S, until
 
 PROGRAM = """
 import os, signal, sys
@@ -59,3 +63,34 @@ def test_a_process_that_reads_nothing_is_ended(
             str(stopped), first=first, memory_fd=memory_fd, on_cpu=True, stall_s=0.3
         )
     os.close(memory_fd)
+
+
+def test_a_worker_that_waits_for_sglang_is_not_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers hang whose call uses no processor time, and SGLang has a limit of its own."""
+    monkeypatch.setattr(client, "_AWAKE_S", 0.05)
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monitor, memory_fd = CallMonitor(), os.memfd_create("weights")
+
+    def start() -> None:
+        with monitor.running(), suppress(EngineDied):
+            client.SglangProcess(str(silent), first={}, memory_fd=memory_fd, on_cpu=True)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    waiting = until(lambda: _waiting(monitor))
+    until(lambda: _waiting(monitor) not in (None, waiting))
+    for child in psutil.Process().children():
+        if child.name() == "sleep":
+            child.kill()
+    thread.join()
+    os.close(memory_fd)
+
+
+def _waiting(monitor: CallMonitor) -> float | None:
+    """Return the processor time of a thread that waits for SGLang."""
+    heartbeat = monitor.heartbeat()
+    return heartbeat.cpu_s if "_is_readable" in heartbeat.stack else None
