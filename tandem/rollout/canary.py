@@ -3,8 +3,9 @@
 trainer's model.
 
 It finds weights that the engine loaded into the wrong place or did not use, which neither names nor
-checksums show. Each version has other tokens: those of one version do not go to all experts of a
-mixture.
+checksums show. The prompt is always the same, so that a prefix cache with keys and values of old
+weights is found, too. The tokens after it differ from version to version: those of one version do
+not go to all experts of a mixture.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ MAX_ROUNDED_ERROR = 0.2
 
 def canary_tokens(vocabulary: int, version: int) -> tuple[TokenIds, TokenIds]:
     """Return the prompt of a version and the tokens after it."""
+    prompt = tuple((37 * index + 5) % vocabulary for index in range(NUM_TOKENS))
     first = 5 + 11 * version
-    ids = tuple((37 * index + first) % vocabulary for index in range(CANARY_LENGTH))
-    return ids[:NUM_TOKENS], ids[NUM_TOKENS:]
+    later = range(NUM_TOKENS, CANARY_LENGTH)
+    return prompt, tuple((37 * index + first) % vocabulary for index in later)
 
 
 @torch.no_grad()

@@ -102,7 +102,7 @@ FAMILIES: Mapping[str, Callable[[], transformers.PretrainedConfig]] = {
 
 
 def write_model(folder: Path, family: str, **settings: Any) -> Path:
-    """Write a random model: norms near 1, all other weights normal(0, 0.2).
+    """Write a random model: norms near 1, all else normal(0, 0.2), with the corrections of routers.
 
     Args:
         settings: entries of config.json that differ.
@@ -113,7 +113,8 @@ def write_model(folder: Path, family: str, **settings: Any) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        corrections = [one for one in model.named_buffers() if "correction" in one[0]]
+        for name, weight in (*model.named_parameters(), *corrections):
             weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
     if is_red_moe:

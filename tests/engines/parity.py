@@ -25,8 +25,8 @@ from tests.engines.bench import (
     write_model,
 )
 
-_VERSIONS_OF_EXPERTS = 8
-"""How many versions a changed expert stays. The 15 tokens of one reach most of four experts."""
+_VERSIONS_OF_EXPERTS = 32
+"""How many versions a changed expert stays: then each token of the vocabulary was in a canary."""
 
 
 def check_log_probs(bench: EngineBench, folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.api import EngineFailure
-from tandem.rollout.canary import NUM_TOKENS, require_equal
+from tandem.rollout.canary import NUM_TOKENS, canary_tokens, require_equal
 
 DTYPES = (torch.float32, torch.float32)
 
@@ -28,3 +28,12 @@ def test_equal_log_probs_pass_and_others_do_not() -> None:
 def test_another_number_of_tokens_is_a_failure_of_the_engine(num_tokens: int) -> None:
     with pytest.raises(EngineFailure, match=f"of 8 known tokens, {num_tokens} came back"):
         require([-1.0] * num_tokens)
+
+
+def test_versions_have_one_prompt_and_tokens_of_their_own() -> None:
+    versions = [canary_tokens(96, version) for version in range(3)]
+    assert len({prompt for prompt, _ in versions}) == 1
+    assert len({later for _, later in versions}) == 3
+    for prompt, later in versions:
+        assert len(prompt) == len(later) == NUM_TOKENS
+        assert max(*prompt, *later) < 96
