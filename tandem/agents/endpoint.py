@@ -270,16 +270,16 @@ class _Connection:
                 )
                 if drawing.cancelled():
                     raise ConnectionAbortedError("the episode has ended before its turn")
+                if listening.done():
+                    received = listening.result()
+                    if not received:  # nobody would get a turn that is drawn
+                        raise ConnectionAbortedError("the client has hung up")
+                    self._http.receive_data(received)  # the next request, early
+                    listening = asyncio.ensure_future(self._reader.read(_READ_BYTES))
+                elif not drawing.done():
+                    await self._send(h11.Data(data=b": waiting\n\n"))
                 if drawing.done():
                     return drawing.result()
-                if not listening.done():
-                    await self._send(h11.Data(data=b": waiting\n\n"))
-                    continue
-                received = listening.result()
-                if not received:
-                    raise ConnectionAbortedError("the client has hung up")
-                self._http.receive_data(received)  # the next request, early
-                listening = asyncio.ensure_future(self._reader.read(_READ_BYTES))
         finally:
             await _cancel(listening)
             if not drawing.done():
@@ -316,6 +316,8 @@ class _Connection:
 async def _cancel(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()  # else asyncio reports that nobody has looked
 
 
 @asynccontextmanager

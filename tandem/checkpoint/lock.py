@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from tandem.errors import UserError
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
+_LOOK_S = 0.5
+"""How long a folder must be in use: a command that only looks holds the lock for a moment."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -92,8 +95,16 @@ def _acquire(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
+    deadline_s = time.monotonic() + _LOOK_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:  # perhaps by ``require_free``, for a moment
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_LOOK_S / 10)
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise

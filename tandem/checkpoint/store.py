@@ -189,7 +189,7 @@ class CheckpointStore:
         if self._max_to_keep is None:
             return
         written = {folder: folder.stat().st_mtime_ns for folder in _step_folders(self.folder)}
-        oldest_last = sorted(written, key=lambda folder: written[folder], reverse=True)
+        oldest_last = sorted(written, key=lambda one: (written[one], _step_of(one)), reverse=True)
         older = [folder for folder in oldest_last if folder.name != f"global_step_{newest}"]
         for folder in older[max(self._max_to_keep - 1, 0) :]:
             try:

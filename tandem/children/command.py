@@ -118,7 +118,10 @@ def _write(transport: asyncio.SubprocessTransport, stdin: bytes) -> None:
 
 def _signal_at_close(lifeline_fd: int, pid: int) -> None:
     """Make the kernel send SIGIO, which kills, to the group of ``pid`` when the pipe closes."""
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid)
+    try:
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid)
+    except ProcessLookupError:
+        return  # it has ended already, and has left nothing behind
     flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
 

@@ -121,9 +121,9 @@ class StepWatch:
         """Let the interpreter end a step in native code that holds its lock. This needs no lock."""
         faulthandler.dump_traceback_later(limit_s + self._held_s, exit=True, file=_STDERR)
 
-    def _notice_suspension(self, looked_s: float, limit_s: float) -> None:
+    def _notice_suspension(self, looked_s: float, now_s: float, *, limit_s: float) -> None:
         """Leave out the time since the last look if it shows that the process was suspended."""
-        late_s = self._clock() - looked_s - self._look_s
+        late_s = now_s - looked_s - self._look_s
         if late_s <= _AWAY_S:
             return
         self._away_s += late_s
@@ -135,12 +135,13 @@ class StepWatch:
         named: object = None
         looked_s = self._clock()
         while not self._closing.wait(self._look_s):
-            self._notice_suspension(looked_s, self.limit_s)
-            looked_s = self._clock()
+            now_s = self._clock()  # once: a suspension between two readings would be a step's time
+            self._notice_suspension(looked_s, now_s, limit_s=self.limit_s)
+            looked_s = now_s
             if (step := self._step) is None:
                 continue
             began_s, limit_s, slow_s = step
-            duration_s = self._awake_s() - began_s
+            duration_s = now_s - self._away_s - began_s
             if duration_s > limit_s:
                 self._end(f"{self._engine}: a step has not returned for {limit_s:.0f} s")
                 return

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.commands import Ended, check_refusal
+from tests.fakes.commands import TIMEOUT_S, Ended, check_refusal
 from tests.fakes.tiny_run import Material, train_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def run_without(package: str, arguments: list[str], *, folder: Path) -> Ended:
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         check=False,
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.commands import TIMEOUT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import pytest
@@ -46,7 +48,7 @@ def test_a_skip_fails_where_it_must_not_be(
         env=os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.fakes.commands import run_command
+from tests.fakes.commands import TIMEOUT_S, run_command
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, sft_arguments
 
 STEPS = range(1, 7)
@@ -88,7 +88,7 @@ def test_verls_entry_module_runs(material: Material, tmp_path: Path) -> None:
     arguments = sft_arguments(material, tmp_path / "run", "trainer.total_training_steps=1")
     command = [sys.executable, "-m", "tandem.trainer.fsdp_sft_trainer", *arguments[1:]]
     ended = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert list(metrics_of(tmp_path / "run")) == [1]

@@ -22,7 +22,7 @@ import tandem
 from tandem.config.schema.run import RunConfig
 from tandem.platforms.record import Platform
 from tandem.testing.doubles import write_vendor_package
-from tests.fakes.commands import Ended, run_command
+from tests.fakes.commands import TIMEOUT_S, Ended, run_command
 from tests.fakes.published_commands import ASCEND_COMMAND
 from tests.fakes.tiny_run import (
     Material,
@@ -367,7 +367,7 @@ def test_the_published_ascend_command_runs_on_the_double_of_its_device(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
         check=False,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "path")},
     )

@@ -164,7 +164,7 @@ def test_a_stream_says_that_it_waits_and_ends_with_the_error(
         content = {"messages": USER, "stream": True}
         url = f"{access.base_url}/chat/completions"
         async with (
-            httpx.AsyncClient(trust_env=False) as client,
+            httpx.AsyncClient(trust_env=False, timeout=None) as client,
             client.stream("POST", url, json=content, headers=headers) as answer,
         ):
             lines = answer.aiter_lines()
@@ -200,7 +200,8 @@ def test_m28_a_request_without_a_key_of_an_episode_is_refused() -> None:
         async with client_of(access) as client:
             with pytest.raises(openai.AuthenticationError, match="of no episode"):
                 await client.chat.completions.create(model="any", messages=USER)
-        async with httpx.AsyncClient(trust_env=False, base_url=access.base_url[:-3]) as plain:
+        url = access.base_url[:-3]
+        async with httpx.AsyncClient(trust_env=False, timeout=None, base_url=url) as plain:
             assert (await plain.get("/v1/models")).status_code == 401
             assert (await plain.get("/health")).status_code == 200
         assert not session.chats and not session.refusals
@@ -213,7 +214,7 @@ def test_m28_a_large_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def check(endpoint: Endpoint, access: Access, session: Session) -> None:
         url = f"{access.base_url}/chat/completions"
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
             answer = await client.post(url, content=b"x" * (1 << 20))
             assert answer.status_code == 401, "its key is read after the body"
             answer = await client.post(url, content=b"x" * ((1 << 20) + 1))
@@ -226,7 +227,7 @@ def test_m28_many_episodes_at_once_reach_their_own_sessions() -> None:
     async def check(endpoint: Endpoint, access: Access, session: Session) -> None:
         sessions = [Session() for _ in range(200)]
         accesses = [endpoint.admit(one) for one in sessions]
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
 
             async def ask(one: Access) -> int:
                 headers = {"authorization": f"Bearer {one.api_key}"}

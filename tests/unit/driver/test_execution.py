@@ -20,7 +20,8 @@ class Program:
 
     def __init__(self, switch: StopSwitch) -> None:
         self._switch = switch
-        self.has_begun = threading.Event()
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
 
     async def __call__(self) -> str:
         stopped = asyncio.Event()
@@ -31,10 +32,11 @@ class Program:
         self._switch.on_stop(stop)
         self.has_begun.set()
         await asyncio.wait_for(stopped.wait(), PATIENCE_S)
+        await asyncio.to_thread(self.may_end.wait, PATIENCE_S)
         return threading.current_thread().name
 
 
-def send_when(has_begun: threading.Event) -> threading.Thread:
+def send_when(has_begun: threading.Event, *, sent: threading.Event) -> threading.Thread:
     """Return a running thread that sends SIGINT and SIGTERM to this process once the program runs.
 
     A launcher that is interrupted at a terminal does so.
@@ -44,6 +46,7 @@ def send_when(has_begun: threading.Event) -> threading.Thread:
         assert has_begun.wait(PATIENCE_S)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
+        sent.set()
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -66,7 +69,8 @@ def test_an_interrupt_stops_the_program(
     switch = StopSwitch()
     program = Program(switch)
     handler = signal.getsignal(signal.SIGINT)
-    sender = send_when(program.has_begun)
+    program.may_end.clear()
+    sender = send_when(program.has_begun, sent=program.may_end)
     ended = surroundings(lambda: execute(program, switch=switch))
     sender.join()
     assert switch.signal_number in (signal.SIGINT, signal.SIGTERM)
@@ -132,7 +136,7 @@ def test_a_second_interrupt_cancels_the_program_on_its_thread() -> None:
     async def cell() -> None:
         complete(endless, on_signal=lambda number: interrupt_again.start())
 
-    sender = send_when(has_begun)
+    sender = send_when(has_begun, sent=threading.Event())
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())
     sender.join()

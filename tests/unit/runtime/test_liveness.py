@@ -97,8 +97,8 @@ def test_a_stopped_worker_that_nobody_called_ends_the_run_too() -> None:
 
 
 def test_a_worker_that_is_stuck_says_where() -> None:
+    started_s = time.monotonic()
     with watched(computing, stuck) as (waits, workers):
-        started_s = time.monotonic()
         with pytest.raises(WorkerFailure, match="it has not computed for 0.22 s") as raised:
             waits.gather([waits.started(workers[1], "advance", reference="c")])
         assert time.monotonic() - started_s > LIMITS.stillness_s

@@ -33,8 +33,8 @@ def test_signals_end_what_blocks_the_main_thread_of_an_event_loop(
 
     async def block() -> None:
         asyncio.get_running_loop().add_signal_handler(number, noted.append, number)
-        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
         with sooner_than(), pytest.raises(error), interruptible():
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
             time.sleep(LIMIT_S)
         os.kill(os.getpid(), number)
         await asyncio.sleep(0.02)

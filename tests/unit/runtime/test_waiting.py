@@ -20,9 +20,12 @@ from tandem.runtime.failure import (
     WorkerName,
 )
 from tandem.runtime.waiting import Call, ClosedError, Waits, Worker
-from tests.fakes.patience import sooner_than
+from tests.fakes.patience import PATIENCE_S, sooner_than
 
 GRACE_S = 0.2
+LONG_GRACE_S = 3.0
+"""The grace of tests in which a cause shows after its consequences, however busy the machine is."""
+LATER_S = 0.05
 DIED = Symptom(Kind.DIED, "killed", "last words", 0)
 RAISED = Symptom(Kind.RAISED, "ValueError: x", "", 2)
 LOST = Symptom(Kind.LOST_PEER, "RuntimeError: closed by peer", "", 1)
@@ -58,9 +61,9 @@ class Answers:
         return answer
 
 
-def two_workers() -> tuple[Answers, Waits, list[Worker]]:
+def two_workers(grace_s: float = GRACE_S) -> tuple[Answers, Waits, list[Worker]]:
     answers = Answers()
-    waits = Waits(answers.finished, answers.result, grace_s=GRACE_S, look_s=0.05)
+    waits = Waits(answers.finished, answers.result, grace_s=grace_s, look_s=0.05)
     workers = [
         Worker(WorkerName("train", rank, host="a", pid=rank), f"watch{rank}") for rank in range(2)
     ]
@@ -105,10 +108,10 @@ def test_first_is_the_lowest_that_is_finished() -> None:
 def test_first_cause_may_show_after_its_consequences(
     now: dict[str, Symptom], later: dict[str, Symptom], rank: int
 ) -> None:
-    answers, waits, workers = two_workers()
+    answers, waits, workers = two_workers(LONG_GRACE_S)
     calls = start(waits, workers)
     answers.put(**now)
-    answers.later(GRACE_S / 4, **later)
+    answers.later(LATER_S, **later)
     with pytest.raises(WorkerFailure) as raised:
         waits.gather(calls)
     assert (raised.value.rank, raised.value.method) == (rank, "update")
@@ -167,7 +170,7 @@ def test_the_end_of_the_node_is_the_cause_of_the_end_of_its_workers() -> None:
 
 
 def test_threads_that_fail_of_the_same_cause_name_the_same_worker() -> None:
-    answers, waits, workers = two_workers()
+    answers, waits, workers = two_workers(LONG_GRACE_S)
     calls = start(waits, workers)
     ranks: list[int] = []
 
@@ -180,9 +183,9 @@ def test_threads_that_fail_of_the_same_cause_name_the_same_worker() -> None:
     for thread in threads:
         thread.start()
     answers.put(call0=LOST)
-    answers.later(GRACE_S / 4, call1=DIED, watch1=DIED)
+    answers.later(LATER_S, call1=DIED, watch1=DIED)
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert ranks == [1, 1]
 
 
@@ -251,8 +254,8 @@ def test_wait_with_a_limit_ends() -> None:
         waits.gather(start(waits, workers), timeout_s=0.05)
 
 
-def replaceable_second() -> tuple[Answers, Waits, list[Worker]]:
-    answers, waits, workers = two_workers()
+def replaceable_second(grace_s: float = GRACE_S) -> tuple[Answers, Waits, list[Worker]]:
+    answers, waits, workers = two_workers(grace_s)
     waits.allow_end(workers[1])
     return answers, waits, workers
 
@@ -275,13 +278,13 @@ def test_the_end_of_a_replaceable_worker_fails_its_own_calls_only() -> None:
 
 @pytest.mark.parametrize("first", ["a peer", "the worker"])
 def test_peers_that_fail_because_of_a_lost_worker_are_not_the_cause(first: str) -> None:
-    answers, waits, workers = replaceable_second()
+    answers, waits, workers = replaceable_second(LONG_GRACE_S)
     calls = start(waits, workers)
     now, later = {"call0": LOST}, {"watch1": DIED, "call1": DIED}
     if first == "the worker":
         now, later = later, now
     answers.put(**now)
-    answers.later(GRACE_S / 4, **later)
+    answers.later(LATER_S, **later)
     with pytest.raises(WorkerLost):
         waits.gather(calls)
 

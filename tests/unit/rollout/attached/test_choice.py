@@ -84,7 +84,8 @@ def test_a_server_that_does_not_fit_is_one_line(
     spoil: Callable[[VllmServerDouble], None],
     rule: str,
 ) -> None:
-    monkeypatch.setattr("tandem.rollout.attached.fit.ANSWER_S", 1.0)
+    if rule.endswith("it does not answer"):
+        monkeypatch.setattr("tandem.rollout.attached.fit.ANSWER_S", 1.0)
     spoil(server)
     with pytest.raises(UserError) as caught:
         _require(folder, {"urls": server.url})

@@ -34,6 +34,7 @@ def test_a_server_that_takes_long_to_fail_is_asked_less_and_less(
         raise Misfit("its engine hangs", "Start it again.")
 
     urls: list[str] = []
+    monkeypatch.setattr(fleet_module, "AGAIN_S", 30.0)
     monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: now))
     fleet = Fleet(lambda: urls, require_usable=lambda _: None, check=check)
     urls.append(server.url)

@@ -77,7 +77,7 @@ def _framed(data: bytes) -> bytes:
 def test_a_stranger_does_not_hold_an_update_up(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(messages, "_PROOF_S", 0.2)
+    monkeypatch.setattr(messages, "_PROOF_S", 1.0)
     server: Any = ServerOfStrangers(said)
     begun = time.monotonic()
     call = WorkerCall(server, "/update", field="whom", num_workers=1, silence_s=600.0)

@@ -83,9 +83,8 @@ def test_a_worker_that_waits_for_sglang_is_not_one_that_hangs(
     thread.start()
     waiting = until(lambda: _waiting(monitor))
     until(lambda: _waiting(monitor) not in (None, waiting))
-    for child in psutil.Process().children():
-        if child.name() == "sleep":
-            child.kill()
+    children = psutil.Process().children
+    until(lambda: [child for child in children() if child.name() == "sleep"])[0].kill()
     thread.join()
     os.close(memory_fd)
 
