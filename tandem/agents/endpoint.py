@@ -271,10 +271,7 @@ class _Connection:
                 if drawing.cancelled():
                     raise ConnectionAbortedError("the episode has ended before its turn")
                 if listening.done():
-                    received = listening.result()
-                    if not received:  # nobody would get a turn that is drawn
-                        raise ConnectionAbortedError("the client has hung up")
-                    self._http.receive_data(received)  # the next request, early
+                    self._take_early(listening.result())
                     listening = asyncio.ensure_future(self._reader.read(_READ_BYTES))
                 elif not drawing.done():
                     await self._send(h11.Data(data=b": waiting\n\n"))
@@ -284,6 +281,12 @@ class _Connection:
             await _cancel(listening)
             if not drawing.done():
                 await _cancel(drawing)
+
+    def _take_early(self, received: bytes) -> None:
+        """Keep the next request, or raise: nobody would get a turn that is drawn by now."""
+        if not received:
+            raise ConnectionAbortedError("the client has hung up")
+        self._http.receive_data(received)
 
     async def send_json(self, status: int, content: Mapping[str, Any]) -> None:
         """Send a whole answer."""

@@ -96,21 +96,22 @@ def _acquire(path: Path) -> int:
 
 def _lock(descriptor: int, path: Path) -> None:
     deadline_s = time.monotonic() + _LOOK_S
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:  # perhaps by ``require_free``, for a moment
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(_LOOK_S / 10)
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise
-        logger.warning(
-            "%s: this file system has no locks; make sure that no other run uses the folder", path
-        )
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:  # perhaps by ``require_free``, for a moment
+            if time.monotonic() > deadline_s:
+                raise
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            logger.warning(
+                "%s: this file system has no locks; make sure that no other run uses the folder",
+                path,
+            )
+            return
+        time.sleep(_LOOK_S / 10)
 
 
 def _is_still_there(descriptor: int, path: Path) -> bool:

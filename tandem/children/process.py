@@ -32,7 +32,7 @@ _BOOTSTRAP = (
     "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]), int(sys.argv[4]))"
 )
 _READ_BYTES = 1 << 16
-_EXIT_WAIT_S = 1.0
+_EXIT_WAIT_S = 10.0
 
 
 class ChildListener(Protocol):
@@ -110,7 +110,7 @@ class ChildProcess:
         code = self._process.returncode
         if code is not None and code < 0:
             return f"process killed by {signal.Signals(-code).name}"
-        return f"process ended with exit code {code}"
+        return "process ended" if code is None else f"process ended with exit code {code}"
 
     def _flush(self) -> None:
         try:

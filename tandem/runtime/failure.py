@@ -127,7 +127,7 @@ _LOST_PEER_TYPES = frozenset(
 )
 _LOST_PEER_TEXT = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process (has )?exited"
-    r"|timed? ?out|connectFullMesh|socket|peer",
+    r"|timed? ?out|connectFullMesh|socket|peer|another rank .* has ended",
     re.IGNORECASE,
 )
 
@@ -147,9 +147,11 @@ def symptom_of(error: Exception, *, time_s: float) -> Symptom:
     text = " ".join(str(error).split()) or type(error).__name__
     is_user_error = isinstance(error, UserError)
     remedy = _MEMORY_REMEDY if "OutOfMemoryError" in names else ""
-    # Plain RuntimeErrors are how most collectives report that a peer is gone.
+    # Plain RuntimeErrors are how most collectives report that a peer is gone. Engines over several
+    # processes quote them.
+    tells_of_peers = type(error) is RuntimeError or isinstance(error, EngineFailure)
     is_lost_peer = bool(names & _LOST_PEER_TYPES) or (
-        type(error) is RuntimeError and bool(_LOST_PEER_TEXT.search(text))
+        tells_of_peers and bool(_LOST_PEER_TEXT.search(text))
     )
     return Symptom(
         kind=Kind.LOST_PEER if is_lost_peer else Kind.RAISED,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 FLAGCX_VARIABLE = "USE_FLAGCX"
 """verl-FL's variable. The driver's value holds for all workers, because groups must agree on it."""
 
-_PROBE_S = 8.0
+_CONNECT_S = 8.0
+_PROBE_S = 120.0
+"""The limit of a program that imports Ray, on a busy machine or from a network file system."""
 _POLL_S = 0.2
 _RESERVE_S = 30.0
 _MAX_HOST_THREADS = 16
@@ -358,12 +361,14 @@ def _described(info: WorkerInfo) -> str:
 
 
 def _probe(plan: ClusterPlan) -> None:
-    """Raise UserError unless the cluster answers in time; ray.init may wait for minutes."""
+    """Raise UserError unless a cluster answers; ray.init may wait for one for minutes."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     command += [] if plan.address == "auto" else [f"--address={plan.address}"]
     try:
+        if plan.address != "auto":
+            socket.create_connection(plan.host_and_port, timeout=_CONNECT_S).close()
         subprocess.run(command, check=True, capture_output=True, timeout=_PROBE_S)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise UserError(
             plan.source,
             plan.address,

@@ -30,6 +30,8 @@ from tandem.runtime.failure import (
     first_failed,
 )
 
+_LOST_PEER_FACTOR = 3
+"""How many times longer the cause is waited for while only its consequences are known."""
 _SETTLE_S = 0.5
 """The end of a process may be known this long before the end of its calls."""
 
@@ -266,16 +268,23 @@ class Waits:
     def _just_before(self) -> Failed | None:
         """Return the failure that another thread has just raised, which may have lost the peer."""
         raised_s, failed = self._last
-        return failed if time.monotonic() - raised_s < 2 * self._grace_s else None
+        return (
+            failed if time.monotonic() - raised_s < 2 * _LOST_PEER_FACTOR * self._grace_s else None
+        )
 
     def _collect(self, failures: list[Failed], replaceable: Sequence[Worker]) -> list[Failed]:
-        """Return ``failures`` and those that follow within the grace period or until a death."""
-        deadline = time.monotonic() + self._grace_s
+        """Return ``failures`` and those that follow within the grace period or until a death.
+
+        The period is longer while all failures are those of workers that have lost a peer.
+        """
+        began_s = time.monotonic()
         watched = {worker.watch: worker for worker in [*self._workers, *replaceable]}
         excused = [worker for worker in self._replaceable if worker not in replaceable]
         calls = {c.reference: c for c in self._started_calls() if c.worker not in excused}
         pending = set(watched) | set(calls)
         while pending and not any(failed.symptom.kind is Kind.DIED for failed in failures):
+            knows_cause = any(failed.symptom.kind < Kind.LOST_PEER for failed in failures)
+            deadline = began_s + self._grace_s * (1 if knows_cause else _LOST_PEER_FACTOR)
             finished = self._finished(list(pending), max(0.0, deadline - time.monotonic()))
             if not finished:
                 break

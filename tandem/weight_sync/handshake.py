@@ -103,7 +103,7 @@ class LinkSettings:
     double_buffered: bool = False
     staged: bool = False
     transport: TransportKind | None = None
-    roll_call_s: float = 1.0
+    roll_call_s: float = 3.0
 
     @property
     def num_copies(self) -> int:

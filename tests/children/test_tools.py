@@ -32,7 +32,7 @@ from tandem.agents.tool_files import read_interaction_file, read_tool_file
 from tandem.agents.tools import cut_text
 from tandem.errors import RunFailure, UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
-from tests.fakes.killing import kill_next_children
+from tests.fakes.killing import next_children_killed
 from tests.fakes.patience import PATIENCE_S
 
 CLASSES = '''
@@ -482,15 +482,13 @@ def test_a_stopped_process_is_killed_and_its_step_is_tried_once_more(
 def test_a_process_that_is_killed_while_it_starts_is_started_once_more(
     functions: EnvironmentSetup,
 ) -> None:
-    async def lose_starts(pool: EnvironmentPool, number: int) -> int:
-        before = {*psutil.Process().children()}
-        waiting = asyncio.create_task(pool.start())
-        await kill_next_children(number, before=before)
-        return len(await waiting)
-
-    assert in_pool(functions, lambda pool: lose_starts(pool, 1)) > 0
-    with pytest.raises(RunFailure, match="did not start: process killed by SIGKILL"):
-        in_pool(functions, lambda pool: lose_starts(pool, 2))
+    with next_children_killed(1):
+        assert in_pool(functions, lambda pool: pool.start())
+    with (
+        next_children_killed(2),
+        pytest.raises(RunFailure, match="did not start: process killed by SIGKILL"),
+    ):
+        in_pool(functions, lambda pool: pool.start())
 
 
 def test_a_tool_that_ends_its_process_twice_has_failed(functions: EnvironmentSetup) -> None:

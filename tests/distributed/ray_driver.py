@@ -27,14 +27,12 @@ from tandem.errors import UserError
 from tandem.platforms.isolation import CUDA_LIKE
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU
-from tandem.runtime import ray_cluster
 from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.nodes import HeadServer, run_on_nodes
 from tandem.runtime.ray import RayRuntime
 from tandem.runtime.ray_node import start_head
 from tandem.runtime.token import added
-from tests.fakes.patience import PATIENCE_S
 
 DEVICES = replace(CPU, visibility=CUDA_LIKE)
 """Workers compute on the CPU, but are given and isolated to devices."""
@@ -188,7 +186,6 @@ def use_clusters_in_turn() -> int:
     """Report the modes of the clusters that this process forms, between those that others have."""
     import ray
 
-    ray_cluster._PROBE_S = PATIENCE_S
     modes: list[str | None] = []
     for kind in os.environ["TANDEM_TEST_CLUSTERS"].split():
         node, address = None, ""

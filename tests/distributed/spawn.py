@@ -125,7 +125,7 @@ def _run(connection: Connection, place: _Place, task: bytes) -> None:
         answer = (True, result)
     except Exception:  # whatever it was, the test shows it
         answer = (False, traceback.format_exc())
-    with suppress(BrokenPipeError):  # nobody listens any more: another rank failed before
+    with suppress(ConnectionError):  # nobody listens any more: another rank failed before
         connection.send_bytes(pickle.dumps(answer))
         connection.poll(place.timeout_s)
     sys.stdout.flush()

@@ -71,7 +71,7 @@ IN_TURNS = (
     "trainer.separated_node_ratios=[1.0]",
 )
 RUNS: Mapping[str, tuple[str, ...]] = {
-    "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART),
+    "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART, "trainer.save_freq=3"),
     "staged": (
         *(*SETTINGS, *SLOW, *ASYNCHRONOUS, *HALVES),
         "actor_rollout_ref.rollout.enable_param_async=True",

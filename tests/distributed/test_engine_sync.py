@@ -115,7 +115,7 @@ def _transfer(rank: int, store: Store, *, link: _Link, tensors: LinkTensors, nam
         store,
         place(rank, NUM_TRAINERS + link.num_rollouts, name=name),
         tensors=tensors,
-        settings=settings(BUCKET_BYTES, BUCKET_BYTES, **link.mode),
+        settings=settings(BUCKET_BYTES, BUCKET_BYTES, timeout_s=600.0, **link.mode),
     )
     opened.transfer(1)
     opened.close()

@@ -32,6 +32,7 @@ from tandem.weight_sync.handshake import FlagcxAccess
 from tandem.weight_sync.link import WeightLink, open_link
 from tandem.weight_sync.transport_choice import TransportKind
 from tests.distributed.spawn import HOST, run_ranks
+from tests.fakes.patience import LIMIT_S, PATIENCE_S
 from tests.unit.weight_sync.layouts import (
     check_arrived,
     cut,
@@ -54,7 +55,7 @@ def _device(rank: int, port: int, doubles: tuple[str, ...]) -> tuple[Store, torc
     """Return the common objects of a process: the driver's store, and its device."""
     os.environ["FLAGCX_STUB_VENDOR"] = VENDORS[doubles[rank]]
     become(doubles[rank])
-    return connect_store(HOST, port, timeout_s=20), torch.device(doubles[rank], 0)
+    return connect_store(HOST, port, timeout_s=LIMIT_S), torch.device(doubles[rank], 0)
 
 
 def _raw(stream: Any) -> int:
@@ -69,7 +70,7 @@ def _form(
 
 
 def _group_place(rank: int, size: int, device: torch.device) -> GroupPlace:
-    return GroupPlace("weights", tuple(range(size)), rank, device, 20)
+    return GroupPlace("weights", tuple(range(size)), rank, device, LIMIT_S)
 
 
 class _Messages(logging.Handler):
@@ -92,7 +93,7 @@ def _broadcast(rank: int, size: int, port: int, abi: Abi) -> tuple[list[str], li
         for shape in ((), (0,), (3, 5), (1_100_003,)):
             generator = torch.Generator().manual_seed(rank)
             tensor = torch.randint(0, 2, shape, generator=generator).to(dtype).to(device)
-            deadline = Deadline(20, store=store, key="failure")
+            deadline = Deadline(LIMIT_S, store=store, key="failure")
             group.broadcast(tensor, root=0).wait(deadline)
             data = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
             digests.append(sha256(data).hexdigest())
@@ -114,11 +115,13 @@ def _form_in_vain(rank: int, size: int, port: int, doubles: tuple[str, ...], han
     store, device = _device(rank, port, doubles)
     if handle is _corrupt and rank == 1:
         os.environ["FLAGCX_STUB_CORRUPT"] = "1"
+    store.set(f"here {rank}", "")
+    store.wait([f"here {other}" for other in range(size)])
     started = time.monotonic()
     with pytest.raises((UserError, GroupError)) as raised:
         own = handle if rank == size - 1 else _raw
         _form(store, _group_place(rank, size, device), abi=Abi.DEVICE_HANDLE, handle=own)
-    assert time.monotonic() - started < 5, "nobody waits for a time limit"
+    assert time.monotonic() - started < PATIENCE_S, "nobody waits for a time limit"
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -180,7 +183,7 @@ def _link(rank: int, size: int, port: int, abi: Abi) -> str:
         open_link,
         store,
         tensors=sending(sends) if rank == 0 else receiving(rooms),
-        settings=settings(4096, 4096, timeout_s=20.0, transport=TransportKind.FLAGCX),
+        settings=settings(4096, 4096, timeout_s=LIMIT_S, transport=TransportKind.FLAGCX),
     )
     link = form(own)
     failure = ""
@@ -206,7 +209,7 @@ def _fail(link: WeightLink, *, fails_here: bool) -> str:
     started = time.monotonic()
     with pytest.raises(SyncError) as raised:
         link.transfer(3)
-    assert time.monotonic() - started < 5, "nobody waits for a time limit"
+    assert time.monotonic() - started < PATIENCE_S, "nobody waits for a time limit"
     os.environ.pop("FLAGCX_STUB_FAIL", None)
     return str(raised.value)
 

@@ -62,7 +62,7 @@ def drive(
 def run(
     platform: Platform, resources: dict[str, Any], *, size: int = 2, **environment: str
 ) -> list[dict[str, Any]]:
-    launch = Launch(joined=False, environment=environment)
+    launch = Launch(timeout_s=600.0, joined=False, environment=environment)
     driver = partial(drive, size=size)
     return run_processes(driver, [CPU], launch=launch, args=(platform, resources))[0]
 

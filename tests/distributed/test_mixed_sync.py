@@ -231,7 +231,7 @@ def transfer(rank: int, size: int, store_port: int, ends: Ends) -> dict[str, Any
             settings=settings(
                 bucket_bytes,
                 bucket_bytes,
-                timeout_s=40.0,
+                timeout_s=LIMIT_S,
                 staged=ends.staged,
                 transport=ends.transport,
             ),
@@ -301,12 +301,15 @@ def _lonely(rank: int, size: int, store_port: int) -> str:
     assert platform.is_available()
     device = torch.device(name, 0)
     slices = [held("w", torch.ones(4, device=device), whole=(4,), offset=(0,))]
+    store = connect_store(HOST, store_port, timeout_s=LIMIT_S)
+    store.set(f"here {rank}", "")
+    store.wait(["here 0", "here 1"])
     with pytest.raises(Exception, match="link lonely: ") as caught:
         open_link(
-            connect_store(HOST, store_port, timeout_s=LIMIT_S),
+            store,
             LinkPlace("lonely", rank, 3, f"{name} {rank}", device, platform),
             tensors=receiving(slices) if rank else sending(slices),
-            settings=settings(MIB, MIB, timeout_s=2.0),
+            settings=settings(MIB, MIB, timeout_s=2.0, roll_call_s=5.0),
         )
     return str(caught.value)
 

@@ -87,10 +87,13 @@ def _standalone(rank: int, size: int, store_port: int) -> list[int]:
     for library, members in (("mccl", (0, 1)), ("flagcx", (0, 1, 2))):
         if rank not in members:
             continue
-        group = form_group(store, GroupPlace(library, members, rank, device, 20, library))
+        group = form_group(store, GroupPlace(library, members, rank, device, LIMIT_S, library))
         x = torch.full((5,), rank, dtype=torch.uint8, device=device)
-        group.broadcast(x, root=1).wait(Deadline(20, store=store, key=f"{library}/failure"))
+        group.broadcast(x, root=1).wait(Deadline(LIMIT_S, store=store, key=f"{library}/failure"))
         received.append(int(x.sum()))
+        # One that is not yet connected to all would see the end of a connection.
+        store.set(f"{library}/done/{rank}", "")
+        store.wait([f"{library}/done/{member}" for member in members])
         group.close()
     return received
 

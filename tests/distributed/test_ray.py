@@ -87,7 +87,7 @@ def test_tensors_and_keywords_reach_the_worker(groups: dict[str, WorkerGroup]) -
 
 def test_first_returns_while_others_are_busy(groups: dict[str, WorkerGroup]) -> None:
     train, generate = groups["train"], groups["generate"]
-    calls = [train.submit(0, "sleep", 0.6), generate.submit(0, "sleep", 0.05)]
+    calls = [train.submit(0, "sleep", 5.0), generate.submit(0, "sleep", 0.05)]
     assert train.first(calls) == 1
     ended = train.gather(calls)
     assert ended[1] < ended[0]
@@ -135,14 +135,14 @@ def test_facades_work_at_the_same_time_and_each_in_order(
     async def program() -> tuple[list[float], float]:
         started = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(runtime.call(one.work, s)) for s in (0.4, 0.01, 0.02)]
-            calls.append(tasks.create_task(runtime.call(other.work, 0.4)))
+            calls = [tasks.create_task(runtime.call(one.work, s)) for s in (4.0, 0.01, 0.02)]
+            calls.append(tasks.create_task(runtime.call(other.work, 4.0)))
         return [call.result() for call in calls], time.monotonic() - started
 
     ended, seconds = asyncio.run(program())
-    assert one.order == [0.4, 0.01, 0.02]
+    assert one.order == [4.0, 0.01, 0.02]
     assert ended[:3] == sorted(ended[:3])
-    assert seconds < 0.4 + 0.03 + 0.35, "the facades took turns"
+    assert seconds < 7.5, "the facades took turns"
 
 
 def test_workers_have_the_drivers_priority(groups: dict[str, WorkerGroup]) -> None:
@@ -195,16 +195,16 @@ def test_one_signal_ends_the_wait_for_nodes() -> None:
     assert driver.stdout is not None
     pids = json.loads(driver.stdout.readline())["pids"]
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(10) == 128 + signal.SIGTERM
+    assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert len(pids) > 2
-    assert not wait_until_gone(pids, timeout_s=2)
+    assert not wait_until_gone(pids, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_lost_process_of_ray_is_named_without_a_traceback(name: str) -> None:
     environment = {"TANDEM_TEST_KILLED": name}
     driver = run_driver("lose_a_process", **environment)
-    stdout, stderr = driver.communicate(timeout=LIMIT_S)
+    stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
     wanted = f"Ray ended on the driver's node: its {name} was killed by SIGKILL"
     assert (driver.returncode, json.loads(stdout)) == (1, {"error": wanted}), stderr
     assert "Traceback" not in stderr and "Check failed" not in stderr
@@ -214,14 +214,14 @@ def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> 
     drivers = [run_driver(f"be_refused_{what}") for what in ("an_address", "devices", "a_node")]
     said = []
     for driver in drivers:
-        stdout, stderr = driver.communicate(timeout=90)
+        stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
         assert driver.returncode == 0, stderr
         said.append(json.loads(stdout))
     address, devices, nodes = said
     assert re.match(
         r"RAY_ADDRESS='127.0.0.1:\d+': no Ray cluster answers there. ", address["error"]
     )
-    assert address["seconds"] < 15
+    assert address["seconds"] < PATIENCE_S
     assert devices["error"] == (
         "trainer.n_gpus_per_node=2, trainer.nnodes=1: the nodes cannot hold the run. "
         f"Needed: node 0 2 GPU, 2 CPU. There: 127.0.0.1 1 GPU, {max(2, os.cpu_count() or 1)} CPU. "
@@ -239,7 +239,7 @@ def test_ray_starts_only_the_processes_that_are_needed(
     ray_init: dict[str, bool], *, is_wanted: bool
 ) -> None:
     driver = run_driver("start_a_head", TANDEM_TEST_RAY_INIT=json.dumps(ray_init))
-    stdout, stderr = driver.communicate(timeout=90)
+    stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
     assert driver.returncode == 0, stderr
     said = json.loads(stdout)
     commands = said["commands"]

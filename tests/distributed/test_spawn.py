@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed.spawn import run_ranks
 
-HANG_S = 60
+HANG_S = 240
 
 
 def _behave(rank: int, size: int, store_port: int, ways: tuple[str, ...]) -> torch.Tensor:
@@ -44,5 +44,5 @@ def test_a_failure_names_its_rank(way: str, message: str) -> None:
 def test_no_wait_is_longer_than_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError, match=r"ranks \[0\] had not finished"):
-        run_ranks(_behave, 2, ("hang", "return"), timeout_s=4)
+        run_ranks(_behave, 2, ("hang", "return"), timeout_s=20)
     assert time.monotonic() - began < HANG_S / 2

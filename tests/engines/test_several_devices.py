@@ -159,7 +159,7 @@ def test_v11_a_step_that_hangs_in_a_run_of_one_process_is_named_and_ends_it(
         timeout=TIMEOUT_S,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    named, *stacks, said = ended.stderr.partition("warning: vLLM: ")[2].splitlines()
+    named, *stacks, said = ended.stderr.rpartition("warning: vLLM: ")[2].splitlines()
     limit = re.match(r"a step has not returned for \d+ s\. After (\d+) s, this process", named)
     assert limit is not None, ended.stderr
     assert any("in spin" in line for line in stacks), ended.stderr

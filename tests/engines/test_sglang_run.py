@@ -11,6 +11,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,11 +133,11 @@ def test_v10_a_scheduler_and_a_worker_that_are_killed_are_replaced(
 def _sglang_of(mark: str) -> tuple[int, psutil.Process]:
     """Return SGLang's process group in a run, and its scheduler, which changes its environment."""
     (engine,) = _programs_of(mark)
-    (scheduler,) = (
-        child
-        for child in engine.children(recursive=True)
-        if "sglang::scheduler" in " ".join(child.cmdline())
-    )
+    found: list[psutil.Process] = []
+    for child in engine.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if "sglang::scheduler" in " ".join(child.cmdline()) else []
+    (scheduler,) = found
     return engine.pid, scheduler
 
 
@@ -196,11 +197,12 @@ def test_v10_a_killed_run_leaves_no_process_and_no_file_of_sglang(
 
 def _programs_of(mark: str) -> list[psutil.Process]:
     """Return the processes of a run that hold SGLang's engine."""
-    return [
-        process
-        for process in processes_with(mark)
-        if "tandem.rollout.sglang.program" in process.cmdline()
-    ]
+    found: dict[int, tuple[psutil.Process, int]] = {}
+    for process in processes_with(mark):
+        with suppress(psutil.NoSuchProcess):  # short programs that SGLang starts
+            if "tandem.rollout.sglang.program" in process.cmdline():
+                found[process.pid] = (process, process.ppid())
+    return [process for process, parent in found.values() if parent not in found]
 
 
 def _wait_for(holds: Callable[[], object]) -> None:

@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import psutil
+import pytest
+
+from tandem.children import process as module
 
 
-async def kill_next_children(number: int, *, before: set[psutil.Process]) -> None:
-    """Kill the next children of this process, one after another, as soon as they exist.
+@contextmanager
+def next_children_killed(number: int) -> Iterator[None]:
+    """Kill the next child processes of rewards or tools as soon as they exist."""
+    start_interpreter, left = module.start_interpreter, iter(range(number))
 
-    Args:
-        before: the children that there were.
-    """
-    known = set(before)
-    for _ in range(number):
-        while not (new := {*psutil.Process().children()} - known):
-            await asyncio.sleep(0.001)
-        (started,) = new
-        known.add(started)
-        started.kill()
+    def start(*arguments: Any, **keys: Any) -> Any:
+        channel, lifeline_fd, process = start_interpreter(*arguments, **keys)
+        if next(left, None) is not None:
+            process.kill()
+        return channel, lifeline_fd, process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "start_interpreter", start)
+        yield
