@@ -14,6 +14,7 @@ import io
 import json
 import os
 import resource
+import select
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -92,3 +93,5 @@ def _end_with_parent(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([lifeline_fd], [], [], 0)[0]:
+        os._exit(1)  # it had closed before

@@ -83,18 +83,18 @@ class Layers:
 
 
 def enter(
-    limits: JailLimits, layers: Layers, *, readable: Sequence[str], scratch: str = ""
+    limits: JailLimits, layers: Layers, *, parent: int, readable: Sequence[str], scratch: str = ""
 ) -> None:
     """Put this process, which has one thread and was forked for this, into the jail.
 
     Args:
+        parent: the process that has forked this one, and whose end shall be its own.
         readable: the files and folders that it may read.
         scratch: the folder that it may write to, which becomes its working folder; "" for none.
 
     Raises:
         OSError: a layer that was there in the trial could not be put on.
     """
-    parent = os.getppid()
     os.umask(0o077)
     os.chdir(scratch or "/")
     user = _hand_over(scratch) if layers.user and scratch else None

@@ -97,10 +97,11 @@ def lost_protections(protections: tuple[Protection, ...]) -> tuple[Protection, .
 
 def _held_in_child(layers: Layers, readable: tuple[str, ...]) -> dict[str, bool]:
     ours, theirs = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
-            enter(_TRIAL_LIMITS, layers, readable=readable)
+            enter(_TRIAL_LIMITS, layers, parent=parent, readable=readable)
             os.write(
                 theirs,
                 json.dumps({name: not escapes() for name, escapes in _ESCAPES.items()}).encode(),

@@ -92,6 +92,7 @@ class _Zygote:
     def __init__(
         self, channel: socket.socket, layers: Layers, *, readable: tuple[str, ...]
     ) -> None:
+        self._pid = os.getpid()
         self._channel = channel
         self._layers = layers
         self._readable = readable
@@ -174,7 +175,7 @@ class _Zygote:
     def _execute(self, request: dict[str, Any], limits: JailLimits) -> int:
         """Turn this forked process into an execution; return its exit code."""
         scratch = request["scratch"]
-        enter(limits, self._layers, readable=self._readable, scratch=scratch)
+        enter(limits, self._layers, parent=self._pid, readable=self._readable, scratch=scratch)
         if scratch:
             tempfile.tempdir = os.getcwd()
         with os.fdopen(_PROGRAM_FD, "rb") as file:

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import sysconfig
@@ -42,18 +43,24 @@ _RESULT_FD = 50
 _PREPARED_FD = 51
 _MAX_FD = 4096
 _RECURSION_LIMIT = 600_000
+_MOST_PREPARING_S = 10.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program with its files; a byte on ``prepared`` tells that its limits are set."""
+    """A program with its files; a byte on ``prepared`` tells that its limits are set.
+
+    Attributes:
+        parent: the process that forks it.
+    """
 
     job: dict[str, Any]
     given: IO[bytes]
     written: IO[bytes]
     prepared: int
     folder: str
+    parent: int
 
     @property
     def folder_bytes(self) -> int:
@@ -109,13 +116,13 @@ def _run(job: dict[str, Any], entry: Any, *, surroundings: Surroundings, left_s:
         given.write(entry.encode() if job["fn_name"] is None else json.dumps(entry).encode())
         given.seek(0)
         ready, prepared = os.pipe()
-        program = Program(job, given, written, prepared, folder)
+        program = Program(job, given, written, prepared, folder, os.getpid())
         outer = os.fork()
         if outer == 0:
             _become(program, surroundings)
         os.close(prepared)
         try:
-            end = _wait(outer, program, wall_s=min(left_s, job["wall_s"]))
+            end = _wait(outer, program, ready=ready, wall_s=min(left_s, job["wall_s"]))
             if not os.read(ready, 1):
                 raise RuntimeError("a process for a program could not be prepared")
         finally:
@@ -132,13 +139,19 @@ def _memory_file() -> IO[bytes]:
     return os.fdopen(os.memfd_create("given"), "w+b")
 
 
-def _wait(outer: int, program: Program, *, wall_s: float) -> str:
-    """Wait for the program; kill it when its time, processes, memory or files are used up."""
-    deadline_s = time.monotonic() + wall_s
+def _wait(outer: int, program: Program, *, ready: int, wall_s: float) -> str:
+    """Wait for the program; kill it when its time, processes, memory or files are used up.
+
+    Args:
+        ready: the pipe that has a byte once the program is about to begin, as does its time.
+    """
+    is_ready, deadline_s = False, time.monotonic() + _MOST_PREPARING_S
     while True:
         pid, status = os.waitpid(outer, os.WNOHANG)
         if pid:
             return "done" if status == 0 else "error"
+        if not is_ready and select.select([ready], [], [], 0)[0]:
+            is_ready, deadline_s = True, time.monotonic() + wall_s
         end = "time" if time.monotonic() > deadline_s else _excess(outer, program)
         if end:
             _kill(outer)
@@ -210,7 +223,7 @@ def _enter_jail(program: Program, layers: Layers, *, readable: tuple[str, ...]) 
         memory_bytes=4 * program.job["memory_mb"] * MIB,
         scratch_bytes=program.folder_bytes,
     )
-    enter(limits, layers, readable=readable, scratch=program.folder)
+    enter(limits, layers, parent=program.parent, readable=readable, scratch=program.folder)
 
 
 def _become_apart(program: Program, names: dict[str, Any]) -> int:

@@ -32,7 +32,7 @@ from tandem.runtime.failure import (
 
 _LOST_PEER_FACTOR = 3
 """How many times longer the cause is waited for while only its consequences are known."""
-_SETTLE_S = 0.5
+_SETTLE_S = 3.0
 """The end of a process may be known this long before the end of its calls."""
 
 _ENDED = Symptom(Kind.DIED, "its process ended", "", time_s=0)
@@ -305,9 +305,12 @@ class Waits:
     def _died(self, worker: Worker, symptom: Symptom) -> Failed:
         """Return the end of a worker as a failure of the call that it was running."""
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
-        finished = self._finished(list(own), _SETTLE_S) if own else ()
-        symptoms = {reference: self._symptom(reference) for reference in finished}
-        cut_off = [own[r] for r, s in symptoms.items() if s is not None and s.kind is Kind.DIED]
+        cut_off: list[Call] = []
+        ends_s = time.monotonic() + _SETTLE_S
+        while own and not cut_off and (left_s := ends_s - time.monotonic()) > 0:
+            for reference in self._finished(list(own), left_s):
+                call, found = own.pop(reference), self._symptom(reference)
+                cut_off += [call] if found is not None and found.kind is Kind.DIED else []
         busy = min(cut_off, key=lambda call: call.number, default=None)
         return Failed(worker.name, busy.method if busy else "", symptom)
 

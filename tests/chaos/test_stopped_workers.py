@@ -23,7 +23,7 @@ from tests.fakes.commands import Command, Conditions
 from tests.fakes.tiny_run import Material, train_arguments
 
 POOL = "actor-train+generate"
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 """Of collectives; a worker may give no sign of life for half of it."""
 
 

@@ -8,7 +8,6 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from tandem.children.code_jail import survey_protections
 from tandem.children.jail_trial import lost_protections
+from tandem.rewards import code_answer
 from tandem.rewards.code_answer import (
     Cases,
     ProgramLimits,
@@ -28,12 +28,12 @@ from tandem.rewards.code_answer import (
     last_program,
     read_tests,
 )
+from tests.children.test_code_tool import ownerless_places
 from tests.fakes import confinement
-from tests.fakes.patience import LIMIT_S, PATIENCE_S
+from tests.fakes.patience import LIMIT_S, PATIENCE_S, until
 
 LIMITS = ProgramLimits(cpu_s=30, wall_s=LIMIT_S, budget_s=LIMIT_S, memory_mb=256)
 SHORT = ProgramLimits(cpu_s=1, wall_s=1.0, budget_s=LIMIT_S, memory_mb=128)
-SCRATCH_PARENT = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 RIGHT = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 
@@ -252,13 +252,14 @@ def test_a_program_without_a_jail_runs_as_before():
     ["open(str(n), 'w').write('7' * 100_000)", "os.mkdir('d'); os.chdir('d')"],
 )
 def test_a_program_that_fills_its_folder_is_ended_and_its_files_are_removed(fill: str):
-    before = set(os.listdir(SCRATCH_PARENT))
+    before = ownerless_places()
     source = f"import os, time\nfor n in range(2000): {fill}\ntime.sleep(100)"
     assert not passes(source, {"inputs": [""], "outputs": [""]}, limits=LIMITS)
-    assert {name for name in os.listdir(SCRATCH_PARENT) if "tandem" in name} <= before
+    assert until(lambda: not ownerless_places() - before)
 
 
-def test_a_time_budget_that_is_used_up_is_a_wrong_answer():
+def test_a_time_budget_that_is_used_up_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code_answer, "_GRACE_S", LIMIT_S)
     cases = read_tests({"inputs": ["1", "2"], "outputs": ["1", "2"]})
     limits = ProgramLimits(budget_s=0.0)
     assert count_passed("print(input())", cases, limits=limits) == 0

@@ -33,7 +33,6 @@ from tandem.agents.tools import cut_text
 from tandem.errors import RunFailure, UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
 from tests.fakes.killing import next_children_killed
-from tests.fakes.patience import PATIENCE_S
 
 CLASSES = '''
 import asyncio, os, time
@@ -409,8 +408,8 @@ def test_m12_hanging_calls_time_out_alone_and_leave_no_process(folder: Path) -> 
     async def work(pool: EnvironmentPool) -> list[Observation]:
         sessions = [pool.open(task(number=i)) for i in range(6)]
         calls = [
-            turn(("wait", {"seconds": 60}), ("add", {"a": 1})),
-            turn(("hang", {"seconds": 60})),
+            turn(("wait", {"seconds": 600}), ("add", {"a": 1})),
+            turn(("hang", {"seconds": 600})),
             turn(("add", {"a": 2})),
         ]
         seen = await asyncio.gather(
@@ -423,7 +422,7 @@ def test_m12_hanging_calls_time_out_alone_and_leave_no_process(folder: Path) -> 
 
     begin_s = time.monotonic()
     seen = in_pool(setup, work, num_processes=2)
-    assert time.monotonic() - begin_s < PATIENCE_S / 2, "calls take 60 s"
+    assert time.monotonic() - begin_s < 300, "calls take 600 s"
     for i, one in enumerate(seen[:6]):
         statuses = [status.value for status in one.statuses]
         assert statuses == [["timeout", "ok"], ["timeout"], ["ok"]][i % 3]

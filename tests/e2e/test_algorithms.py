@@ -276,7 +276,7 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero(
 ) -> None:
     keys = (
         "custom_reward_function.name=unreliable",
-        "reward.timeout_s=0.3",
+        "reward.timeout_s=3",
         "trainer.rollout_data_dir=rollouts",
         "trainer.total_training_steps=3",
         "data.val_files=[]",

@@ -15,10 +15,12 @@ import pytest
 from tandem.testing.doubles import write_vendor_package
 from tests.e2e.test_platforms import write_wheel
 from tests.fakes.commands import Conditions, check_refusal, run_command
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.tiny_policy import TINY, write_tiny_policy
 from tests.fakes.tiny_run import Material, sft_arguments, train_arguments
 
-MAX_S = 5.0
+MAX_S = PATIENCE_S
+"""Far below the time for which a run waits for its nodes."""
 APART = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
 MIXED = (*APART, "pools.actor-train.platform=npu", "pools.generate.platform=musa")
 ON_HOST = (*APART, "trainer.device=host", "pools.generate.platform=musa")

@@ -84,6 +84,8 @@ class Command:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
+        for path in self._outputs:  # an earlier command's, or of one that is killed before it opens
+            path.write_text("")
         self._process: ForkServerProcess = _server().Process(
             target=_run, args=(list(arguments), str(folder), conditions or Conditions())
         )
