@@ -183,6 +183,8 @@ def test_a12_a_corrupt_bucket_is_named_everywhere(mode: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=str)
 def test_a12_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, Any]) -> None:
+    all_there = threading.Barrier(3)
+
     def rooms(rank: int) -> list[HeldSlice]:
         slices = _bfloat16_rooms(rank)
         if rank == 1:  # nothing can be copied into a tensor whose elements are one
@@ -193,10 +195,14 @@ def test_a12_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, A
 
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> int | None:
         link.gate.publish(0)
+        link.begin(1)
+        link.wait()
+        all_there.wait(60)  # else one that is about to end hears of the failure, and fails too
         if rank != 1:
-            link.transfer(1)
+            if rank:
+                link.swap(1)
             return link.gate.version
-        assert slices[-1].spec.name in str(_error_of(lambda: link.transfer(1)))
+        assert slices[-1].spec.name in str(_error_of(lambda: link.swap(1)))
         assert float(slices[0].tensor.min()) != 77, "the first one was replaced"
         with pytest.raises(SyncError, match="cannot be used: version 1"), link.gate.reading(1):
             pass
