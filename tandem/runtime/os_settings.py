@@ -23,6 +23,15 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
+def die_at_once(number: int = signal.SIGTERM) -> None:
+    """Let a signal end this process as it does by default, whatever its threads are doing.
+
+    Python calls a handler between two instructions of the main thread only, and must hold its lock
+    for that. Ray's handler of SIGTERM moreover waits for the call under way.
+    """
+    ctypes.CDLL(None).signal(int(number), None)
+
+
 def keep_freed_memory() -> None:
     """Keep freed memory for the next allocation, instead of returning it to the system.
 

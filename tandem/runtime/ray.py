@@ -37,7 +37,7 @@ from tandem.runtime.failure import (
     symptom_of,
 )
 from tandem.runtime.liveness import Limits, Liveness
-from tandem.runtime.os_settings import die_with_parent
+from tandem.runtime.os_settings import die_at_once, die_with_parent
 from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray_cluster import (
     Reservation,
@@ -81,6 +81,7 @@ class _Actor(WorkerProcess):
         import ray
 
         die_with_parent()  # a suspended process would not react to Ray's request to end
+        die_at_once()
         context = ray.get_runtime_context()
         assigned = context.get_accelerator_ids().get(assignment.visibility.resource, [])
         return replace(self.isolate(assignment, assigned), actor=context.get_actor_id())

@@ -7,6 +7,7 @@ Run as ``python -m tests.distributed.ray_driver FUNCTION``. A driver reports by 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -77,6 +78,9 @@ class Probe:
         """When it was over."""
         time.sleep(seconds)
         return time.time()
+
+    def hold_the_interpreter(self) -> None:
+        ctypes.PyDLL(None).sleep(600)
 
     def add(self, left: torch.Tensor, *, right: torch.Tensor) -> torch.Tensor:
         return left + right
@@ -222,8 +226,22 @@ def lose_a_process() -> int:
     return 0
 
 
+def terminate_a_worker() -> int:
+    """Send SIGTERM to a worker in which no thread of Python can run."""
+    plan = plan_cluster(ClusterSettings(1, 1), {})
+    with RayRuntime(plan, platform=CPU, pools={"train": [0]}) as runtime:
+        group = runtime.start_pools({"train": build_probe})["train"]
+        (pid,) = (told["pid"] for told in group.gather([group.submit(0, "where")]))
+        call = group.submit(0, "hold_the_interpreter")
+        time.sleep(1.0)  # it has begun, or begins and ends with the process all the same
+        os.kill(pid, signal.SIGTERM)
+        group.gather([call])
+    return 0
+
+
 def main(function: str) -> int:
     functions = (
+        terminate_a_worker,
         be_refused_an_address,
         be_refused_devices,
         be_refused_a_node,

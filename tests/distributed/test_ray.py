@@ -210,6 +210,13 @@ def test_a_lost_process_of_ray_is_named_without_a_traceback(name: str) -> None:
     assert "Traceback" not in stderr and "Check failed" not in stderr
 
 
+def test_a_worker_that_is_terminated_dies_at_once() -> None:
+    driver = run_driver("terminate_a_worker")
+    stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
+    said = json.loads(stdout)["error"]
+    assert driver.returncode == 1 and " died in hold_the_interpreter" in said, (said, stderr)
+
+
 def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> None:
     drivers = [run_driver(f"be_refused_{what}") for what in ("an_address", "devices", "a_node")]
     said = []
