@@ -26,6 +26,7 @@ SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 CHUNK_ROWS = 4096
 """The number of rows that are rendered and tokenised together, which bounds the memory."""
 
+_ENCODER = json.JSONEncoder(default=str)
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
@@ -285,4 +286,4 @@ def chunks(rows: Sequence[PromptRow]) -> Iterator[Sequence[PromptRow]]:
 
 
 def _content(messages: Chat | str, ground_truth: Any) -> bytes:
-    return json.dumps([messages, ground_truth], default=str).encode()
+    return _ENCODER.encode([messages, ground_truth]).encode()
