@@ -393,12 +393,11 @@ def _listed_eos_ids(file: Path, key: str) -> list[int]:
 
 def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Return whether a value read from a file is a list of messages."""
-    if not isinstance(value, list) or not value:
-        return False
-    for message in value:  # no generator: there may be a million rows
-        if not isinstance(message, dict) or not _is_message(message):
-            return False
-    return True
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) and _is_message(message) for message in value)
+    )
 
 
 def _is_message(message: Message) -> bool:
