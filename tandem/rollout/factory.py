@@ -78,9 +78,10 @@ class EngineSpec:
             )
 
     def warn_of_unread_files(self, engine: str) -> None:
-        """Log a warning unless an engine is to start with random weights, if it must.
+        """Log a warning if the engine should read the model's files and cannot.
 
-        It computes the model under another name, and does not know the names in its files.
+        An engine that computes the model under another name does not know the names in its files,
+        and starts with random weights.
         """
         if not self.config.load_format.startswith("dummy"):
             logger.warning(

@@ -26,8 +26,8 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def die_at_once(number: int = signal.SIGTERM) -> None:
     """Let a signal end this process as it does by default, whatever its threads are doing.
 
-    Python calls a handler between two instructions of the main thread only, and must hold its lock
-    for that. Ray's handler of SIGTERM moreover waits for the call under way.
+    Ray handles SIGTERM in Python. Python calls a handler only when the main thread runs its code:
+    not while that thread is in a native call, nor while another one keeps Python's lock.
     """
     ctypes.CDLL(None).signal(int(number), None)
 

@@ -152,7 +152,8 @@ def test_a_server_that_lives_is_kept_when_a_call_takes_too_long(url: str) -> Non
         before = int(await count(server))
         await call_too_long(server)
         (channel,) = server._num_under_way
-        assert int(await count(server)) > before
+        # On a busy machine, the time is up before "hang" is sent, and the server does not count it.
+        assert int(await count(server)) in (before + 1, before + 2)
         assert list(server._num_under_way) == [channel]
         await server.close()
 

@@ -296,7 +296,8 @@ def test_a_server_that_somebody_else_pauses_is_named_and_goes_on(
     while completions := rollout.advance():
         found |= {one.sample_id: one for one in completions}
     assert _tokens(found) == expected
-    assert said in caplog.text and engine.metrics()["num_lost_servers"] == 0
+    # A sample that ends just after the pause shows that the server goes on: it is named once more.
+    assert caplog.text.count(said) in (1, 2) and engine.metrics()["num_lost_servers"] == 0
     engine.close()
 
 

@@ -49,18 +49,23 @@ def test_files_are_removed_unless_the_engine_was_closed(tmp_path: Path, state: s
         time.sleep(0.01)
 
 
+def silent_interpreter(folder: Path) -> str:
+    """Write a program that neither reads nor writes in place of SGLang's interpreter."""
+    program = folder / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    return str(program)
+
+
 def test_a_process_that_reads_nothing_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "START_S", 0.3)
-    stopped = tmp_path / "python"
-    stopped.write_text("#!/bin/sh\nexec sleep 60\n")
-    stopped.chmod(0o755)
     memory_fd = os.memfd_create("weights")
     first = {"more than a socket holds": "x" * (1 << 23)}
     with pytest.raises(EngineDied, match="SGLang made no progress for 0 s and was killed"):
         client.SglangProcess(
-            str(stopped), first=first, memory_fd=memory_fd, on_cpu=True, stall_s=0.3
+            silent_interpreter(tmp_path), first=first, memory_fd=memory_fd, on_cpu=True, stall_s=0.3
         )
     os.close(memory_fd)
 
@@ -70,19 +75,17 @@ def test_a_worker_that_waits_for_sglang_is_not_one_that_hangs(
 ) -> None:
     """Workers hang whose call uses no processor time, and SGLang has a limit of its own."""
     monkeypatch.setattr(client, "_AWAKE_S", 0.05)
-    silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent.chmod(0o755)
+    interpreter = silent_interpreter(tmp_path)
     monitor, memory_fd = CallMonitor(), os.memfd_create("weights")
 
     def start() -> None:
         with monitor.running(), suppress(EngineDied):
-            client.SglangProcess(str(silent), first={}, memory_fd=memory_fd, on_cpu=True)
+            client.SglangProcess(interpreter, first={}, memory_fd=memory_fd, on_cpu=True)
 
     thread = threading.Thread(target=start)
     thread.start()
     waiting = until(lambda: _waiting(monitor))
-    until(lambda: _waiting(monitor) not in (None, waiting))
+    assert until(lambda: (_waiting(monitor) or 0.0) > waiting), "it computes a little"
     children = psutil.Process().children
     until(lambda: [child for child in children() if child.name() == "sleep"])[0].kill()
     thread.join()
