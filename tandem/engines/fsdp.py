@@ -38,8 +38,10 @@ from tandem.engines.steps import (
     report_step,
     router_metrics,
 )
+from tandem.engines.streaming import StreamedStep, stream_steps
 from tandem.models.adapters import load_adapter, save_adapter
 from tandem.models.decoder import DecoderConfig
+from tandem.models.experts import is_fixed
 from tandem.models.hf import open_transformers_model
 from tandem.models.parallel import is_whole, slices_of_rows
 from tandem.models.weights import copy_companions, load_slices, write_config
@@ -56,6 +58,11 @@ class FsdpEngine:
     def __init__(self, model: FsdpModel, config: OptimConfig, *, total_training_steps: int) -> None:
         self._model = model
         self._optimizer = PolicyOptimizer(model.language_model, config, shard_map=model.shard_map)
+        self._streamed: StreamedStep | None = None
+        settings = model.spec.config
+        if settings.optimizer_offload and not settings.offload_policy:
+            device = model.spec.device
+            self._streamed = stream_steps(self._optimizer, device=device, hosts_moments=True)
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad
@@ -254,10 +261,17 @@ class FsdpEngine:
     def _step(self, gradients: Mapping[str, Tensor], *, norm: float, rate_factor: float) -> None:
         parts = list(gradients.values())
         clip(parts, parts[0].new_tensor(norm, dtype=torch.float32), limit=self._clip_norm)
-        self._optimizer.step(self._model.weights(), gradients, rate_factor=rate_factor)
+        weights, adam, streamed = self._model.weights(), self._optimizer.alone, self._streamed
+        if adam is not None and streamed is not None:
+            rate = self._optimizer.rate_of(adam, rate_factor=rate_factor)
+            changed = {name: part for name, part in weights.items() if not is_fixed(name)}
+            for _ in streamed.parts(changed, gradients, rate=rate):
+                pass
+        else:
+            self._optimizer.step(weights, gradients, rate_factor=rate_factor)
+            if self._model.spec.config.optimizer_offload:
+                self._optimizer.offload()
         self._model.share_embedding()
-        if self._model.spec.config.optimizer_offload:
-            self._optimizer.offload()
 
     def _take_weights(self, folder: Path, slices: Sequence[HeldSlice]) -> None:
         """Copy this rank's part of the weights that one process wrote with transformers."""

@@ -34,7 +34,7 @@ from tandem.engines.offload import OffloadedParameters, on_device
 from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.engines.shards import unsharded_map
 from tandem.engines.steps import Totals, backward, clip, report_step, score
-from tandem.engines.streaming import StreamedStep
+from tandem.engines.streaming import StreamedStep, stream_steps
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import load_adapter
@@ -79,7 +79,14 @@ class SingleDeviceEngine:
         self._shard_map = unsharded_map(self._weights)
         self._optimizer = PolicyOptimizer(model, config, shard_map=self._shard_map)
         self._offload_optimizer = offload_optimizer
-        self._streamed = self._stream_steps() if offload_optimizer or offload_weights else None
+        self._streamed: StreamedStep | None = None
+        if offload_optimizer or offload_weights:
+            self._streamed = stream_steps(
+                self._optimizer,
+                device=self._device,
+                offloaded=self._offloaded,
+                hosts_moments=offload_optimizer,
+            )
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad
@@ -191,24 +198,11 @@ class SingleDeviceEngine:
             self._collect_gradients()
         return totals
 
-    def _stream_steps(self) -> StreamedStep | None:
-        """Return the steps by parts; None for Muon, whose steps need whole matrices."""
-        adam = self._optimizer.alone
-        if adam is None:
-            return None
-        return StreamedStep(
-            adam,
-            _changed(self._weights),
-            device=self._device,
-            offloaded=self._offloaded,
-            hosts_moments=self._offload_optimizer,
-        )
-
     def _step(self, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
         adam, streamed = self._optimizer.alone, self._streamed
         if adam is not None and streamed is not None:
             rate = self._optimizer.rate_of(adam, rate_factor=rate_factor)
-            for weights in streamed.parts(gradients, rate=rate):
+            for weights in streamed.parts(_changed(self._weights), gradients, rate=rate):
                 self._update_compute_weights(weights)
             return
         with on_device(self._offloaded):

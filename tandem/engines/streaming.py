@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.config.derived.sizes import OPTIMIZER_PART_NUMBERS
 from tandem.engines.adamw import AdamW, Moments
 from tandem.engines.offload import HostMemory, OffloadedParameters, wait_for
+from tandem.engines.optim import PolicyOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,6 @@ class StreamedStep:
     def __init__(
         self,
         optimizer: AdamW,
-        weights: Mapping[str, Tensor],
         *,
         device: torch.device,
         offloaded: OffloadedParameters | None,
@@ -123,12 +123,10 @@ class StreamedStep:
         """Prepare steps. The first one allocates the moments.
 
         Args:
-            weights: all weights, in the order of ``offloaded`` and of the moments.
             offloaded: the weights, if they rest in host memory.
             hosts_moments: whether the moments rest there.
         """
         self._optimizer = optimizer
-        self._weights = weights
         self._device = device
         self._offloaded = offloaded
         self._hosts_moments = hosts_moments
@@ -136,15 +134,18 @@ class StreamedStep:
         self._lanes = _Lanes(device)
 
     def parts(
-        self, gradients: Mapping[str, Tensor], *, rate: float
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
     ) -> Iterator[Mapping[str, Tensor]]:
         """Step part by part, and yield the weights of each while they are on the device.
 
         The step of a part has been queued when it is yielded. In the end, the host has all values.
+
+        Args:
+            weights: all weights, in the order of ``offloaded`` and of the moments.
         """
-        self._prepare_moments()
-        names, optimizer = list(self._weights), self._optimizer
-        slices = list(parts_of(self._weights, limit=OPTIMIZER_PART_NUMBERS))
+        self._prepare_moments(weights)
+        names, optimizer = list(weights), self._optimizer
+        slices = list(parts_of(weights, limit=OPTIMIZER_PART_NUMBERS))
         coming = self._fetch(slices[0]) if slices else None
         for following in [*slices[1:], None]:
             visit = coming
@@ -154,12 +155,12 @@ class StreamedStep:
             self._lanes.await_arrival(visit)
             if self._offloaded is not None and visit.weights is not None:
                 self._offloaded.place(visit.chosen, visit.weights)
-            weights = {name: self._weights[name] for name in names[visit.chosen]}
+            stepped = {name: weights[name] for name in names[visit.chosen]}
             first = visit.chosen.start
             optimizer.step_with(
-                visit.moments, weights, gradients=gradients, rate=rate, first_index=first
+                visit.moments, stepped, gradients=gradients, rate=rate, first_index=first
             )
-            yield weights
+            yield stepped
             self._send_back(visit)
         wait_for(self._device)
 
@@ -203,14 +204,28 @@ class StreamedStep:
         if offloaded is not None:
             offloaded.place(chosen, offloaded.hosted(chosen))
 
-    def _prepare_moments(self) -> None:
+    def _prepare_moments(self, weights: Mapping[str, Tensor]) -> None:
         optimizer = self._optimizer
         if not self._hosts_moments:
             if not optimizer.moments:
-                optimizer.moments = _moments_on(self._device, optimizer, weights=self._weights)
+                optimizer.moments = _moments_on(self._device, optimizer, weights=weights)
             return
         if self._hosted is None or not self._hosted.are_of(optimizer):
-            self._hosted = HostedMoments(optimizer, self._weights, device=self._device)
+            self._hosted = HostedMoments(optimizer, weights, device=self._device)
+
+
+def stream_steps(
+    optimizer: PolicyOptimizer,
+    *,
+    device: torch.device,
+    offloaded: OffloadedParameters | None = None,
+    hosts_moments: bool,
+) -> StreamedStep | None:
+    """Return the steps by parts of an optimizer; None for Muon, whose steps need whole matrices."""
+    adam = optimizer.alone
+    if adam is None:
+        return None
+    return StreamedStep(adam, device=device, offloaded=offloaded, hosts_moments=hosts_moments)
 
 
 def _moments_on(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function run by several real processes that share a gloo world, with a deadline.
+"""A function run by several real processes that share a world, with a deadline.
 
 Nothing is shared with the processes: arguments and results are pickled as plain bytes, tensors
 included, and each process computes with one thread.
@@ -44,6 +44,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = DEADLINE_S,
     joined: bool = True,
+    backend: str = "gloo",
 ) -> list[Any]:
     """What ``function(rank, size, store_port, *args)`` returns on each of ``size`` ranks.
 
@@ -51,8 +52,9 @@ def run_ranks(
         function: of the top level of a module, so that it can be pickled.
         args: picklable; each rank has its own copy.
         timeout_s: for the whole, and for every wait of the default world.
-        joined: each process is in a gloo world, torch.distributed's default, before it calls;
-            without, only the store on ``store_port`` of ``HOST`` is there for it.
+        joined: each process is in a world, torch.distributed's default, before it calls; without,
+            only the store on ``store_port`` of ``HOST`` is there for it.
+        backend: that of the world. With NCCL, a process has the GPU of its rank.
 
     Raises:
         AssertionError: a rank raised (its traceback is the message), died or took too long. All
@@ -62,7 +64,8 @@ def run_ranks(
     task = pickle.dumps((function, args))
     deadline = time.monotonic() + timeout_s
     ranks = [
-        _start(_Place(rank, size, store.port, timeout_s, joined), task) for rank in range(size)
+        _start(_Place(rank, size, store.port, timeout_s, joined, backend), task)
+        for rank in range(size)
     ]
     leave_s = 0.0
     try:
@@ -85,6 +88,7 @@ class _Place:
     store_port: int
     timeout_s: float
     joined: bool
+    backend: str
 
 
 def fork_until(key: str, store_port: int, function: Callable[[], None]) -> int:
@@ -136,8 +140,10 @@ def _run(connection: Connection, place: _Place, task: bytes) -> None:
 def _join(place: _Place) -> None:
     timeout = timedelta(seconds=place.timeout_s)
     store = dist.TCPStore(HOST, place.store_port, is_master=False, timeout=timeout)
+    if "nccl" in place.backend:
+        torch.cuda.set_device(place.rank)
     dist.init_process_group(
-        "gloo",
+        place.backend,
         store=dist.PrefixStore("world", store),
         rank=place.rank,
         world_size=place.size,

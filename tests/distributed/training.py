@@ -32,7 +32,9 @@ from tandem.models.folder import (
     freeze_tower,
     open_part,
 )
+from tandem.models.operators import Operators, operators_for
 from tandem.models.parallel import WHOLE
+from tandem.platforms.registry import platform_named
 from tandem.types import PackedBatch, SliceSpec, UpdateReport
 from tests.unit.engines.minibatch import LOSS, SCALE, SEQUENCES, VALUE_LOSS, cut_batches
 
@@ -58,6 +60,7 @@ class Case:
     ``freezes_tower``: whether a vision tower is left as it is.
     ``sequences``: what is learned; the responses must be those of ``SEQUENCES``.
     ``megatron_adaptor``: what lets megatron-core compute on the device.
+    ``platform``: of the devices; each rank has the one of its number.
     """
 
     folder: Path
@@ -71,6 +74,16 @@ class Case:
     freezes_tower: bool = False
     sequences: Sequence[TrainSequence] = tuple(SEQUENCES)
     megatron_adaptor: str = ""
+    platform: str = "cpu"
+
+    @property
+    def operators(self) -> Operators:
+        """Those that runs have on the platform."""
+        return operators_for(platform_named(self.platform))
+
+    def device(self, rank: int) -> torch.device:
+        """The device of a rank."""
+        return torch.device("cpu") if self.platform == "cpu" else torch.device(self.platform, rank)
 
     @property
     def loss(self) -> Loss:
@@ -116,18 +129,25 @@ def open_sharded_model(
         config,
         rank_layout(config, size),
         rank=rank,
-        device=torch.device("cpu"),
+        device=case.device(rank),
         stored=torch.float32,
         compute=case.compute,
         megatron_adaptor=case.megatron_adaptor,
     )
-    return open_fsdp_model(case.model, spec, frozen=frozen, random_seed=random_seed)
+    return open_fsdp_model(
+        case.model, spec, frozen=frozen, random_seed=random_seed, operators=case.operators
+    )
 
 
 def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
     """Return the engine that the sharded ones must equal, and its weights, in use."""
     stored = open_part(
-        case.model, WHOLE, dtype=torch.float32, device="cpu", base_dtype=case.compute
+        case.model,
+        WHOLE,
+        dtype=torch.float32,
+        device=case.device(0),
+        base_dtype=case.compute,
+        operators=case.operators,
     )
     engine = SingleDeviceEngine(
         stored,
@@ -166,13 +186,14 @@ def train_rank(
         engine.offload()
     recording = [replace(batch, with_routes=True) for batch in batches]
     scores = engine.score(recording, TEMPERATURE, num_rounds=num_rounds)
-    routes = [x.routes_TLK for x in scores]
-    return Outcome(reports, [x.score_R for x in scores], routes, copied_parts(engine))
+    routes = [None if x.routes_TLK is None else x.routes_TLK.cpu() for x in scores]
+    log_probs = [x.score_R.cpu() for x in scores]
+    return Outcome(reports, log_probs, routes, copied_parts(engine))
 
 
 def copied_parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
     """Return copies of the parts that a rank holds now."""
-    return [(held.spec, held.tensor.clone()) for held in engine.held_slices()]
+    return [(held.spec, held.tensor.to("cpu", copy=True)) for held in engine.held_slices()]
 
 
 def train_single(

@@ -182,14 +182,13 @@ def test_a_step_by_parts_is_that_of_all_at_once(
     weights = {str(i): torch.nn.Parameter(x.clone()) for i, x in enumerate(start)}
     by_parts = StreamedStep(
         optimizer(),
-        weights,
         device=machine.device,
         offloaded=OffloadedParameters(weights.values()),
         hosts_moments=True,
     )
     copies = {name: torch.empty_like(x) for name, x in expected.items()}
     for gradient in gradients:
-        for part in by_parts.parts(gradient, rate=1e-2):
+        for part in by_parts.parts(weights, gradient, rate=1e-2):
             for name, weight in part.items():
                 copies[name].copy_(weight.detach())
     for name, weight in weights.items():

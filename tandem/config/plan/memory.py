@@ -51,7 +51,7 @@ class MemoryPlan:
         gradients: the shard of the gradients; in a run of one process as many bytes as weights.
         optimizer: two moments per weight, in their own precision. With ``optimizer_offload``, the
             part that visits counts only as far as it exceeds the remaining space of activations and
-            logits. In a run of several processes, or with Muon, all visit at once.
+            logits. With Muon, all visit at once.
         gathered: the layers that are gathered at the same time, with their gradients.
         reference, reward_model: the shards of these frozen models, 0 without them. The reference of
             adapters shares the base on the devices that train or generate.
@@ -385,9 +385,9 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
     room = activations + LOGITS_BYTES  # while the optimizer steps
     visitors = model.held_trained
+    if optim.optimizer != "Muon":
+        visitors = min(visitors, model.sizes.visiting_parameters)
     if placement.is_one_process:
-        if optim.optimizer != "Muon":
-            visitors = min(visitors, model.sizes.visiting_parameters)
         kept, computed = (x * model.sizes.num_trained for x in (model.stored, model.computed))
         held = kept if kept == computed else kept + computed
         weights = held

@@ -268,6 +268,14 @@ def test_what_rests_on_the_host_leaves_the_device() -> None:
     assert one(FOUR, KL, f"{REF}.param_offload=True").reference == 0
     plan = one(FOUR, f"{LAYOUT}.offload_policy=True")
     assert plan.weights == plan.gradients == plan.optimizer == 0
+    offload, wide = f"{LAYOUT}.optimizer_offload=True", replace(sizes(), num_layers=2400)
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+    small = f"{actor}.ppo_max_token_len_per_gpu=640", f"{model}.enable_gradient_checkpointing=True"
+    (in_parts,) = plan_memory(config(FOUR, offload, *small), wide).values()
+    room = in_parts.activations + in_parts.logits
+    assert in_parts.optimizer == max(0, 8 * wide.visiting_parameters - room)
+    (whole,) = plan_memory(config(FOUR, offload, *small, MUON), wide).values()
+    assert whole.optimizer == 2 * whole.weights - room > in_parts.optimizer
     assert plan.gathered == one(FOUR).gathered
     # They come back for training, while the cache stays where it is.
     assert one(FOUR, f"{LAYOUT}.param_offload=True").weights == one(FOUR).weights
