@@ -36,6 +36,9 @@ _VITAL = ("gcs_server", "raylet")
 """The processes without which Ray's other processes on the node end too."""
 _NOTICE_S = 5.0
 """``ray start`` looks for lost processes every second, and then ends the others."""
+_START_NOTICE_S = 2.0
+"""While it starts, ``ray start`` does not look: it waits longer for a lost process to answer."""
+_LOOK_S = 0.25
 _POLL_S = 0.02
 _REMOVAL_S = 5.0
 _ADDRESS_FILE = "ray_current_cluster"
@@ -132,7 +135,7 @@ class RayNode:
         self._folder = folder
         given = _ANY_WORKER_PORTS | dict(options)
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
-        self._vital_fds: list[int] = []
+        self._vital: dict[int, tuple[int, str]] = {}  # descriptors and names by process
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
         self.process = subprocess.Popen(
             [sys.executable, "-c", _RAY_START, "start", "--block", *filter(None, flags)],
@@ -151,27 +154,34 @@ class RayNode:
         lines = written.decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-_LAST_LINES:]
 
-    def describe_end(self) -> str:
-        """Return which process of Ray ended the others and how; "" while they run."""
-        if self.process.poll() is None and not self._has_lost_process():
+    def describe_end(self, *, notice_s: float = _NOTICE_S) -> str:
+        """Return which process of Ray ended the others and how; "" while they run.
+
+        Args:
+            notice_s: how long ``ray start`` may take to notice a lost process and to name it.
+        """
+        lost = self._lost_process()
+        if self.process.poll() is None and not lost:
             return ""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_NOTICE_S)
+            self.process.wait(notice_s)
         code = self.process.poll()
-        return "one process is gone" if code is None else describe_end(self.last_lines(), code)
+        return f"its {lost} is gone" if code is None else describe_end(self.last_lines(), code)
 
     def watch_processes(self) -> None:
         """Let ``describe_end`` notice a lost process before ``ray start`` does."""
-        for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if child.name() in _VITAL:
-                    self._vital_fds.append(os.pidfd_open(child.pid))
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            for child in psutil.Process(self.process.pid).children():
+                if child.pid not in self._vital and (name := child.name()) in _VITAL:
+                    self._vital[child.pid] = os.pidfd_open(child.pid), name
 
-    def _has_lost_process(self) -> bool:
+    def _lost_process(self) -> str:
+        """Return the name of a vital process that has ended; "" if all run."""
         vital = select.poll()  # a call's own: several threads ask, and a poll object serves one
-        for descriptor in tuple(self._vital_fds):
+        names = dict(tuple(self._vital.values()))
+        for descriptor in names:
             vital.register(descriptor, select.POLLIN)
-        return bool(vital.poll(0))
+        return next((names[descriptor] for descriptor, _ in vital.poll(0)), "")
 
     def close(self) -> None:
         """End all processes at once; idempotent."""
@@ -179,8 +189,8 @@ class RayNode:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
-        while self._vital_fds:
-            os.close(self._vital_fds.pop())
+        while self._vital:
+            os.close(self._vital.popitem()[1][0])
         if self._folder is not None:
             _remove(self._folder)
 
@@ -215,11 +225,16 @@ def start_head(
     own = {"head": True, "temp_dir": folder}
     node = RayNode(defaults | dict(options) | own, role=role, token=token, folder=own_folder)
     file = folder / _ADDRESS_FILE
+    next_look = 0.0
     try:
         while not (address := file.read_text() if file.exists() else ""):
-            if (code := node.process.poll()) is not None:
-                text = "".join(node.last_lines()[-1:]) or node.describe_end()
-                raise RayNodeError(text, is_usage=code == _USAGE_CODE)
+            if time.monotonic() >= next_look:
+                node.watch_processes()
+                next_look = time.monotonic() + _LOOK_S
+            if end := node.describe_end(notice_s=_START_NOTICE_S):
+                code = node.process.poll()
+                said = node.last_lines()[-1:] if code is not None else []
+                raise RayNodeError("".join(said) or end, is_usage=code == _USAGE_CODE)
             time.sleep(_POLL_S)
     except BaseException:
         node.close()

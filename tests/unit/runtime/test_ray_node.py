@@ -74,6 +74,21 @@ time.sleep(600)
     assert not folder.exists()
 
 
+def test_a_process_that_is_lost_while_ray_starts_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a head is killed: ``ray start`` itself waits for it for a while."""
+    head = tmp_path / "gcs_server"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", head)
+    program = f"import subprocess, time; subprocess.Popen([{str(head)!r}, '2']); time.sleep(600)"
+    monkeypatch.setattr(ray_node, "_RAY_START", program)
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    with pytest.raises(RayNodeError, match="^its gcs_server is gone$"):
+        start_head({"temp_dir": folder}, role="local", token="")
+    assert not list(folder.iterdir())
+
+
 def test_ray_ends_with_the_code_of_wrong_usage_after_an_option_that_it_does_not_know(
     tmp_path: Path,
 ) -> None:
