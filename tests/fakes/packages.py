@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-VLLM_ARGUMENTS = ("model", "block_size", "compilation_config", "disable_cascade_attn")
+VLLM_ARGUMENTS: Mapping[str, str] = {
+    "model": "str",
+    "block_size": "int | None",
+    "compilation_config": "CompilationConfig",
+    "disable_cascade_attn": "bool",
+    "served_model_name": "str | list[str] | None",
+}
+"""Names and annotations."""
 
 
 def install_vllm(
@@ -25,7 +32,7 @@ def install_vllm(
     models.parent.mkdir(parents=True)
     models.write_text("".join(f'    "{name}": ("{module}", "{name}"),\n' for name in classes))
     (folder / "vllm/engine").mkdir()
-    arguments = "".join(f"    {name}: int = 0\n" for name in VLLM_ARGUMENTS)
+    arguments = "".join(f"    {name}: {kind} = None\n" for name, kind in VLLM_ARGUMENTS.items())
     (folder / "vllm/engine/arg_utils.py").write_text(f"class EngineArgs:\n{arguments}")
     (folder / "vllm/__init__.py").write_text("raise RuntimeError('vllm was imported')\n")
     facts = folder / f"vllm-{version}.dist-info"
@@ -41,7 +48,8 @@ def install_sglang(folder: Path, *, version: str = "0.5.23") -> Path:
     models.write_text("class Qwen2ForCausalLM(nn.Module):\n    pass\n")
     fields = folder / "sglang/srt/arg_groups/fields/memory.py"
     fields.parent.mkdir(parents=True)
-    fields.write_text("class Memory:\n    page_size: int = 1\n    sampling_backend: str = ''\n")
+    size = "page_size: A[Optional[int], Arg(help='')] = 1"
+    fields.write_text(f"class Memory:\n    {size}\n    sampling_backend: str = ''\n")
     (folder / "sglang/__init__.py").write_text("raise RuntimeError('sglang was imported')\n")
     facts = folder / f"sglang-{version}.dist-info"
     facts.mkdir()

@@ -6,13 +6,16 @@ The arguments that SGLang knows are read from the text of the installed package.
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from tandem.rollout.argument_check import ALLOW_UNTESTED, ArgumentRules, check_arguments
+from tandem.rollout.argument_check import (
+    ALLOW_UNTESTED,
+    ArgumentRules,
+    argument_types,
+    check_arguments,
+)
 from tandem.rollout.choice import PACKAGES
 from tandem.rollout.installed import find_package
 
@@ -78,7 +81,7 @@ def check_sglang_arguments(given: Mapping[str, Any]) -> None:
     rules = ArgumentRules(
         SECTION, "SGLang's ServerArgs", _HAS_KEY, _IS_TANDEMS, own=(ALLOW_UNTESTED, PYTHON)
     )
-    check_arguments(rules, given, known=known_arguments(given) if given else frozenset())
+    check_arguments(rules, given, known=known_arguments(given) if given else {})
 
 
 def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,21 +90,15 @@ def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in own and value is not None}
 
 
-def known_arguments(given: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the installed SGLang's ServerArgs; none if its source is not there."""
+def known_arguments(given: Mapping[str, Any]) -> Mapping[str, Collection[str]]:
+    """Return the types of the installed SGLang's ServerArgs by name; none without its source.
+
+    The types are those of ``argument_types``.
+    """
     package = PACKAGES["sglang"]
     python = None if interpreter(given) == sys.executable else interpreter(given)
     found = find_package(package.module, package.distributions, interpreter=python)
     if found is None:
-        return frozenset()
-    files = [found.folder / "srt/server_args.py", *found.folder.glob("srt/arg_groups/fields/*.py")]
-    return frozenset(name for file in files if file.is_file() for name in _fields(file))
-
-
-def _fields(path: Path) -> Iterator[str]:
-    """Yield the annotated names of the classes in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    for entry in (entry for node in classes for entry in node.body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            yield entry.target.id
+        return {}
+    groups = found.folder.glob("srt/arg_groups/fields/*.py")
+    return argument_types([found.folder / "srt/server_args.py", *groups])

@@ -7,13 +7,12 @@ ten seconds.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tandem.rollout.argument_check import ALLOW_UNTESTED, ArgumentRules
+from tandem.rollout.argument_check import ALLOW_UNTESTED, ArgumentRules, argument_types
 from tandem.rollout.argument_check import check_arguments as check_against
 
 SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -106,7 +105,7 @@ _IS_TANDEMS: Mapping[str, str] = {
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise UserError if ``engine_kwargs.vllm`` has an entry that vLLM or tandem does not take."""
-    known = known_arguments() if given else frozenset[str]()
+    known = known_arguments() if given else {}
     rules = ArgumentRules(
         SECTION, "vLLM's EngineArgs", _HAS_KEY, _IS_TANDEMS, own=(ALLOW_UNTESTED, URLS)
     )
@@ -118,20 +117,13 @@ def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {k: value for k, value in given.items() if k != ALLOW_UNTESTED and value is not None}
 
 
-def known_arguments() -> frozenset[str]:
-    """Return the names of the installed vLLM's EngineArgs; none if its source is not there."""
+def known_arguments() -> Mapping[str, Collection[str]]:
+    """Return the types of the installed vLLM's EngineArgs by name; none if its source is not there.
+
+    The types are those of ``argument_types``.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
-        return frozenset()
-    path = Path(spec.origin).parent / "engine/arg_utils.py"
-    return frozenset(_fields(path)) if path.is_file() else frozenset()
-
-
-def _fields(path: Path) -> Iterator[str]:
-    """Yield the annotated names of the class EngineArgs in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    entries = (entry for node in classes if node.name == "EngineArgs" for entry in node.body)
-    for entry in entries:
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            yield entry.target.id
+        return {}
+    file = Path(spec.origin).parent / "engine/arg_utils.py"
+    return argument_types([file], class_name="EngineArgs")

@@ -97,6 +97,7 @@ def test_an_sglang_that_does_not_fit_is_refused(
         ("context_length", 4, "Set data.max_prompt_length and data.max_response_length instead."),
         ("page_sise", 4, "is no argument of SGLang's ServerArgs. Nearest: page_size."),
         ("zzz", 4, "is no argument of SGLang's ServerArgs. Leave it out."),
+        ("page_size", "four", "must be an integer. Correct it, or leave it out."),
     ],
 )
 def test_what_sglang_does_not_take_is_refused_by_name(

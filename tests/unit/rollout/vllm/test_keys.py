@@ -44,6 +44,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("blok_size", 4, "is no argument of vLLM's EngineArgs. Nearest: block_size."),
         ("allow_untested", "maybe", "must be True or False. Leave it out, or set it to True."),
         ("zzz", 4, "is no argument of vLLM's EngineArgs. Leave it out."),
+        ("block_size", "many", "must be an integer. Correct it, or leave it out."),
+        ("block_size", True, "must be an integer. Correct it, or leave it out."),
+        ("disable_cascade_attn", 1, "must be True or False. Correct it, or leave it out."),
+        ("served_model_name", 1, "must be text or a list. Correct it, or leave it out."),
     ],
 )
 def test_what_vllm_does_not_take_is_refused_by_name(name: str, value: object, message: str) -> None:
@@ -55,7 +59,7 @@ def test_what_vllm_does_not_take_is_refused_by_name(name: str, value: object, me
 
 def test_everything_else_is_passed_through() -> None:
     given = {"block_size": 32, "compilation_config": {"mode": 0}, "disable_cascade_attn": None}
-    check_arguments(given | {"allow_untested": True})
+    check_arguments(given | {"allow_untested": True, "served_model_name": ["a", "b"]})
     assert passed_arguments(given | {"allow_untested": True}) == {
         "block_size": 32,
         "compilation_config": {"mode": 0},
