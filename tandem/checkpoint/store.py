@@ -45,9 +45,10 @@ class Checkpoint:
     def read_config(self) -> dict[str, Any] | None:
         """Return the configuration of the run that wrote the checkpoint; None if it has none."""
         try:
-            return json.loads((self.folder / CONFIG_NAME).read_text())
+            content = json.loads((self.folder / CONFIG_NAME).read_text())
         except (OSError, ValueError, RecursionError):
             return None
+        return content if isinstance(content, dict) else None
 
     def read_state(self) -> dict[str, Any]:
         """Return the pipeline's state. Raise UserError if the file is missing or damaged."""
@@ -289,9 +290,11 @@ def _condition(folder: Path) -> str:
 
 def _find(folder: Path) -> Checkpoint | None:
     match = _STEP_FOLDER.fullmatch(folder.name)
-    if match is None or not (folder / STATE_NAME).is_file():
+    try:
+        is_complete = match is not None and (folder / STATE_NAME).is_file()
+    except OSError:  # a name that is too long
         return None
-    return Checkpoint(folder, int(match[1]))
+    return Checkpoint(folder, int(match[1])) if match is not None and is_complete else None
 
 
 def _step_folders(folder: Path) -> list[Path]:

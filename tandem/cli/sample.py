@@ -36,7 +36,8 @@ class SampleRequest:
         is_raw: whether the prompt is not put into the chat template.
         device: the platform, as ``trainer.device``.
         template_settings: the arguments of the chat template, as in training.
-        trusts_remote_code: whether the model's own code may run, as in training.
+        trusts_remote_code: whether the model's own code may run. Whoever asks says so: the settings
+            beside a checkpoint come with it.
         base: the base model of adapters; None: where it was in training.
         images: the files of the pictures of the prompt.
         picture_sizes: the bounds of their sizes, as in training.
@@ -66,7 +67,6 @@ class _Trained:
     top_k: int = -1
     max_tokens: int = 256
     template_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    trusts_remote_code: bool = False
     picture_sizes: PictureConfig = PictureConfig()
 
 
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> SampleRequest:
         is_raw=options.raw,
         device=options.device,
         template_settings=trained.template_settings,
-        trusts_remote_code=trained.trusts_remote_code,
+        trusts_remote_code=options.trust_remote_code,
         base=options.base,
         images=tuple(options.image),
         picture_sizes=trained.picture_sizes,
@@ -160,7 +160,6 @@ def _settings_of(checkpoint: Checkpoint) -> _Trained:
         return _Trained(
             model,
             template_settings=template_settings,
-            trusts_remote_code=config.model.trust_remote_code,
             picture_sizes=config.data.mm_processor_kwargs,
         )
     rollout = config.actor_rollout_ref.rollout
@@ -171,7 +170,6 @@ def _settings_of(checkpoint: Checkpoint) -> _Trained:
         top_k=rollout.top_k,
         max_tokens=config.data.max_response_length,
         template_settings=template_settings,
-        trusts_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         picture_sizes=config.data.mm_processor_kwargs,
     )
 
@@ -207,4 +205,9 @@ def _parser() -> argparse.ArgumentParser:
         "--base", type=Path, help="base model of adapters (default: where it was in training)"
     )
     parser.add_argument("--device", default="auto", help="as trainer.device (default: auto)")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code in the folder of the model (default: not, even if the run did)",
+    )
     return parser

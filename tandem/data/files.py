@@ -250,7 +250,7 @@ def _holds_array(path: Path) -> bool:
 def _read_array(path: Path, key: str) -> list[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         rule = f"not valid JSON ({error})"
         raise UserError(key, str(path), rule=rule, remedy="Correct the file.") from error
     for number, row in enumerate(rows):
@@ -272,7 +272,7 @@ def _parse_line(line: bytes, number: int, *, path: Path, key: str) -> Row:
         remedy = "Write one object per line, or name a file that is one array .json."
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         rule = f"line {number} is not valid JSON ({error})"
         raise UserError(key, str(path), rule=rule, remedy=remedy) from error
     if not isinstance(row, dict):

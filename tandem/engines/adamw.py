@@ -11,7 +11,7 @@ Shapes: N elements of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class AdamW:
         self._half_moments = half_moments
         self._moments_dtype = torch.bfloat16 if half_moments else stored
         self.moments: Moments = {}
+        self.new_moments: Callable[[Mapping[str, Tensor]], Moments] = self.zero_moments
+        """Creates the moments before the first step; replaced if they rest elsewhere."""
 
     def adopt(self, moments: Moments) -> None:
         """Restore moments of the same weights, in any precision."""
@@ -69,7 +71,7 @@ class AdamW:
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
     ) -> None:
         """Update the weights in place."""
-        self.moments = self.moments or self.zero_moments(weights)
+        self.moments = self.moments or self.new_moments(weights)
         self.step_with(self.moments, weights, gradients=gradients, rate=rate)
 
     @torch.no_grad()

@@ -22,13 +22,14 @@ class HostMemory:
     """Memory of the host for many tensors, in few pieces.
 
     Pinned memory is copied several times faster, and torch rounds each allocation of it to a power
-    of two, which would take twice as much for most tensors.
+    of two, which would take twice as much for most tensors. A file of such tensors has whole
+    pieces, which are therefore no larger than needed.
     """
 
-    def __init__(self, total_bytes: int, *, pinned: bool) -> None:
-        """Prepare memory for about ``total_bytes``, of which nothing is allocated yet."""
+    def __init__(self, sizes: Iterable[int], *, pinned: bool) -> None:
+        """Prepare memory for tensors of these bytes, of which nothing is allocated yet."""
         self._pinned = pinned
-        self._piece_bytes = min(_LARGEST_PIECE, 1 << max(0, total_bytes - 1).bit_length())
+        self._piece_bytes = min(_LARGEST_PIECE, sum(_aligned(size) for size in sizes))
         self._pieces: list[Tensor] = []
         self._used: list[int] = []
 
@@ -36,7 +37,7 @@ class HostMemory:
         """Return a tensor of the same shape on the host, in ``dtype`` if given."""
         dtype = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * dtype.itemsize
-        piece, begin = self._reserve(max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT)
+        piece, begin = self._reserve(_aligned(num_bytes))
         return self._pieces[piece][begin : begin + num_bytes].view(dtype).view(tensor.shape)
 
     def _reserve(self, num_bytes: int) -> tuple[int, int]:
@@ -45,10 +46,15 @@ class HostMemory:
             if used + num_bytes <= len(piece):
                 self._used[index] += num_bytes
                 return index, used
-        size = max(self._piece_bytes, 1 << (num_bytes - 1).bit_length())
+        size = max(self._piece_bytes, num_bytes)
         self._pieces.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
         self._used.append(num_bytes)
         return len(self._pieces) - 1, 0
+
+
+def _aligned(num_bytes: int) -> int:
+    """Return the bytes that a tensor takes in a piece."""
+    return max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
 
 
 class OffloadedParameters:
@@ -60,8 +66,8 @@ class OffloadedParameters:
         self._device = self._parameters[0].device
         self._frozen = frozen
         # The buffers on the host are kept: allocating pinned memory is slow.
-        total_bytes = sum(part.nbytes for part in self._parameters)
-        memory = HostMemory(total_bytes, pinned=self._device.type != "cpu")
+        sizes = [part.nbytes for part in self._parameters]
+        memory = HostMemory(sizes, pinned=self._device.type != "cpu")
         self._hosted = [memory.empty_like(part) for part in self._parameters]
         self._offload(slice(None), copies=True)
         self.wait()

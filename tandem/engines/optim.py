@@ -152,7 +152,11 @@ class PolicyOptimizer:
     def allocate(self, weights: Mapping[str, Tensor]) -> None:
         """Allocate all moments, set to zero."""
         for name, optimizer in self._optimizers.items():
-            optimizer.moments = optimizer.zero_moments({x: weights[x] for x in self.members[name]})
+            own = {x: weights[x] for x in self.members[name]}
+            is_adam = isinstance(optimizer, AdamW)
+            optimizer.moments = (
+                optimizer.new_moments(own) if is_adam else optimizer.zero_moments(own)
+            )
 
     def state_dict(self) -> dict[str, Moments]:
         """Return the moments of each optimizer by its name."""

@@ -180,7 +180,10 @@ class SingleDeviceEngine:
                 model=self._fingerprint(),
             )
         else:
-            state = read_state(folder, self._device, model=self._fingerprint())
+            # From a map of the file, moments that rest on the host are read once.
+            hosts = self._offload_optimizer
+            device = torch.device("cpu") if hosts else self._device
+            state = read_state(folder, device, model=self._fingerprint(), mapped=hosts)
             self._optimizer.require_same(state["optimizer"])
             self._optimizer.load_state_dict(state["optimizer"])
             self._schedule_step = state["schedule_step"]

@@ -65,6 +65,10 @@ class _Lanes:
         if visit.arrived is not None:
             torch.accelerator.current_stream(self._device).wait_event(visit.arrived)
 
+    def departure(self) -> torch.Event | None:
+        """Return an event after the copies that go."""
+        return None if self._going is None else self._going.record_event()
+
     def hold(self, tensor: Tensor) -> None:
         """Keep the memory of a freed tensor until it has left."""
         if self._going is not None:
@@ -77,36 +81,19 @@ class _Lanes:
         return stream
 
 
-class HostedMoments:
-    """The moments of an optimizer in host memory; its ``moments`` are these tensors."""
+def _moments_on_host(
+    optimizer: AdamW, weights: Mapping[str, Tensor], *, device: torch.device
+) -> Moments:
+    """Return zeros in host memory. The numbers of steps, which are scalars, are on ``device``."""
+    dtype = optimizer.moments_dtype
+    sizes = [dtype.itemsize * weight.numel() for weight in weights.values()]
+    memory = HostMemory([*sizes, *sizes], pinned=device.type != "cpu")
 
-    def __init__(
-        self, optimizer: AdamW, weights: Mapping[str, Tensor], *, device: torch.device
-    ) -> None:
-        """Allocate zeros, or copies of the moments that ``optimizer`` has.
+    def zeros() -> list[Tensor]:
+        return [memory.empty_like(weight, dtype).zero_() for weight in weights.values()]
 
-        The numbers of steps, which are scalars, are on ``device``.
-        """
-        dtype = optimizer.moments_dtype
-        total_bytes = 2 * dtype.itemsize * sum(weight.numel() for weight in weights.values())
-        memory = HostMemory(total_bytes, pinned=device.type != "cpu")
-        given = optimizer.moments
-        self.moments: Moments = {
-            "exp_avg": [memory.empty_like(weight, dtype) for weight in weights.values()],
-            "exp_avg_sq": [memory.empty_like(weight, dtype) for weight in weights.values()],
-            "step": [torch.zeros((), device=device) for _ in weights],
-        }
-        for name, parts in self.moments.items():
-            for index, part in enumerate(parts):
-                if given:
-                    part.copy_(given[name][index])
-                else:
-                    part.zero_()
-        optimizer.moments = self.moments
-
-    def are_of(self, optimizer: AdamW) -> bool:
-        """Return whether the optimizer still has these tensors, and not those of a checkpoint."""
-        return optimizer.moments is self.moments
+    steps = [torch.zeros((), device=device) for _ in weights]
+    return {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": steps}
 
 
 class StreamedStep:
@@ -130,8 +117,10 @@ class StreamedStep:
         self._device = device
         self._offloaded = offloaded
         self._hosts_moments = hosts_moments
-        self._hosted: HostedMoments | None = None
+        self._hosted: Moments = {}
         self._lanes = _Lanes(device)
+        # A checkpoint is read to where the moments rest, too.
+        optimizer.new_moments = self._new_moments
 
     def parts(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
@@ -147,6 +136,7 @@ class StreamedStep:
         names, optimizer = list(weights), self._optimizer
         slices = list(parts_of(weights, limit=OPTIMIZER_PART_NUMBERS))
         coming = self._fetch(slices[0]) if slices else None
+        departed: torch.Event | None = None
         for following in [*slices[1:], None]:
             visit = coming
             if visit is None:
@@ -162,6 +152,10 @@ class StreamedStep:
             )
             yield stepped
             self._send_back(visit)
+            # The host would queue all parts at once, each in memory of its own.
+            if departed is not None:
+                departed.synchronize()
+            departed = self._lanes.departure()
         wait_for(self._device)
 
     @torch.no_grad()
@@ -204,14 +198,24 @@ class StreamedStep:
         if offloaded is not None:
             offloaded.place(chosen, offloaded.hosted(chosen))
 
-    def _prepare_moments(self, weights: Mapping[str, Tensor]) -> None:
-        optimizer = self._optimizer
+    def _new_moments(self, weights: Mapping[str, Tensor]) -> Moments:
+        """Return the moments before the first step where they rest."""
         if not self._hosts_moments:
-            if not optimizer.moments:
-                optimizer.moments = _moments_on(self._device, optimizer, weights=weights)
-            return
-        if self._hosted is None or not self._hosted.are_of(optimizer):
-            self._hosted = HostedMoments(optimizer, weights, device=self._device)
+            return _moments_on(self._device, self._optimizer, weights=weights)
+        self._hosted = _moments_on_host(self._optimizer, weights, device=self._device)
+        return self._hosted
+
+    def _prepare_moments(self, weights: Mapping[str, Tensor]) -> None:
+        """Create moments; move those to the host that were read from a file of one device."""
+        optimizer = self._optimizer
+        given = optimizer.moments
+        if not given:
+            optimizer.moments = self._new_moments(weights)
+        elif self._hosts_moments and given is not self._hosted:
+            optimizer.moments = self._new_moments(weights)
+            for name, parts in optimizer.moments.items():
+                for part, source in zip(parts, given[name], strict=True):
+                    part.copy_(source)
 
 
 def stream_steps(

@@ -46,6 +46,11 @@ _RETRY_S = 0.3
 _HELLO_S = 5.0
 _SHUTDOWN_S = 5.0
 _NOTICE_S = 60.0
+_LOOK_S = 0.5
+_NAME_S = 1.0
+"""How long ``ray start`` may take to name the process that was lost."""
+_ENDED = "ray ended"
+"""The field of a member's only message after its greeting."""
 _MIN_WAIT_S = 0.001
 _MAX_MESSAGE_BYTES = 4096
 _KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -149,16 +154,18 @@ def meet_head(plan: ClusterPlan, token_file: Path) -> tuple[MemberClient, str]:
 
 def _wait_for_end(client: MemberClient, node: RayNode) -> int:
     """Wait until the run ends; return its exit code. Raise NodeFailure if Ray ends first."""
-    ray_ended = os.pidfd_open(node.process.pid)
-    try:
-        ready, _, _ = select.select([client.connection, ray_ended], [], [])
-        if client.connection not in ready:
-            # At the end of a run, Ray's head ends just before the exit code is sent. A head that
-            # restarts sends its message when it has noticed that this node's Ray is gone.
-            wait_s = _NOTICE_S if client.plan.settings.restarts else _SHUTDOWN_S
-            ready, _, _ = select.select([client.connection], [], [], wait_s)
-    finally:
-        os.close(ray_ended)
+    end = ""
+    while not end:
+        ready, _, _ = select.select([client.connection], [], [], _LOOK_S)
+        if ready:
+            return _exit_code(client.receive())
+        node.watch_processes()
+        end = node.describe_end(notice_s=_NAME_S)
+    client.tell_end(end)
+    # At the end of a run, Ray's head ends just before the exit code is sent. A head that restarts
+    # sends its message when it has noticed that this node's Ray is gone.
+    wait_s = _NOTICE_S if client.plan.settings.restarts else _SHUTDOWN_S
+    ready, _, _ = select.select([client.connection], [], [], wait_s)
     if ready:
         return _exit_code(client.receive())
     raise NodeFailure("\n".join(["this node's Ray ended before the run did", *node.last_lines()]))
@@ -286,17 +293,16 @@ class HeadServer:
         _send(connection, self._end or {})
 
     def _watch_member(self, connection: socket.socket, rank: int) -> None:
-        """Wait until a member, which says nothing after its greeting, is gone."""
+        """Wait until a member is gone, or says that its Ray is."""
         address = "its address is unknown"
-        with suppress(OSError):
+        why = "its command has ended (its output says why), or the network to it is down"
+        with suppress(OSError, ValueError, KeyError):
             address = connection.getpeername()[0]
-            connection.recv(1)
+            said = " ".join(str(_receive(connection)[_ENDED]).split())
+            why = f"Ray ended there ({said})"
         with self._changed:
             if self._end is None and not self._lost:
-                self._lost = (
-                    f"node {rank} ({address}) was lost: its command has ended (its output says "
-                    "why), or the network to it is down"
-                )
+                self._lost = f"node {rank} ({address}) was lost: {why}"
 
     def _admit(self, connection: socket.socket) -> int | None:
         """Return the rank of a peer that knows the token; refuse any other."""
@@ -400,6 +406,11 @@ class MemberClient:
                 remedy="Give each node a rank of its own, from 0 to the number of nodes - 1.",
             )
         return message
+
+    def tell_end(self, end: str) -> None:
+        """Tell the head how Ray ended here, before workers that lose their peers are blamed."""
+        with suppress(OSError):  # the head is gone
+            _send(self.connection, {_ENDED: end[: _MAX_MESSAGE_BYTES // 8]})
 
     def close(self) -> None:
         """Disconnect."""

@@ -121,6 +121,7 @@ class RemoteRollout:
                 mine.update(dict.fromkeys(part.sample_ids, part))
                 self._loads[engine] = len(mine)
                 if request.continues:
+                    self._leave_homes(part.sample_ids, engine)
                     self._homes.update(dict.fromkeys(part.sample_ids, engine))
                 ids = ids[room:]
         for engine, mine in enumerate(dealt):
@@ -135,8 +136,12 @@ class RemoteRollout:
             return home
         return self._loads.index(least)
 
+    def _leave_homes(self, sample_ids: Sequence[int], engine: int) -> None:
+        """Let other engines free what they keep of samples that go on at ``engine``."""
+        self.forget([x for x in sample_ids if self._homes.get(x, engine) != engine])
+
     def forget(self, sample_ids: Sequence[int]) -> None:
-        """Let engines free what they keep of samples that have ended."""
+        """Let engines free what they keep of samples that have ended or left."""
         ended: dict[int, list[int]] = {}
         for sample_id in sample_ids:
             engine = self._homes.pop(sample_id, None)

@@ -131,8 +131,9 @@ def test_a_step_of_failed_rewards_ends_the_run_and_keeps_what_was_trained(
     )
     (tmp_path / "my_metrics.py").write_text(METRICS)
     keys = (*keys, hook, "trainer.metrics=[my_metrics:count]")
-    ended = run_train(material, tmp_path, *keys)
+    ended = run_train(material, tmp_path, *keys, "trainer.max_restarts=5")
     assert ended.code == 2, ended.stderr
+    assert not (tmp_path / "run/restarts.jsonl").exists()  # a mistake of the user would come again
     (error,) = ended.errors
     assert "the last 16 rewards all failed, the latest: JSONDecodeError" in error
     line = REWARDS.split("\n").index('    return json.loads("{" + text)') + 1

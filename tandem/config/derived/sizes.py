@@ -176,8 +176,10 @@ class ModelSizes:
         """The most weights that are on the device for an optimizer's step by parts: one part that
         is stepped, the next one and the last one.
         """
-        largest = max(OPTIMIZER_PART_NUMBERS, self.vocabulary * self.hidden)
-        return min(self.num_parameters, largest + 2 * OPTIMIZER_PART_NUMBERS)
+        # Gate and up of the experts of a layer are one matrix, as large in every layer.
+        experts = max(OPTIMIZER_PART_NUMBERS, 2 * self.routed_layer_parameters // 3)
+        largest = max(experts, self.vocabulary * self.hidden)
+        return min(self.num_parameters, largest + experts + OPTIMIZER_PART_NUMBERS)
 
     @property
     def num_parameters(self) -> int:

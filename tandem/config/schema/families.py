@@ -32,6 +32,8 @@ NATIVE_FAMILIES = (*TEXT_FAMILIES, *SEEING_FAMILIES)
 CRITIC_CLASS, REWARD_CLASS = "ForTokenClassification", "ForSequenceClassification"
 """Suffixes of the transformers classes whose head is one number: with a bias, and without one."""
 _HF_ROLLOUT = "actor_rollout_ref.rollout.name=hf"
+_TRUST = {"RUN": "--trust-remote-code"}
+"""What trusts a model's own code, by the key of the model; otherwise the key of a run does."""
 
 
 def require_family(
@@ -48,7 +50,8 @@ def require_family(
     if is_known or (trust_remote_code and has_own_code):
         return
     remedy = (
-        "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code of the model."
+        f"Set {_TRUST.get(key, 'actor_rollout_ref.model.trust_remote_code=True')} if you trust the "
+        "code of the model."
         if has_own_code
         else f"Use one of {', '.join(NATIVE_FAMILIES)}, or a family that transformers knows; "
         f"transformers then generates the rollouts ({_HF_ROLLOUT})."

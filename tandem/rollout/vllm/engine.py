@@ -184,6 +184,8 @@ class VllmRolloutEngine:
     def wake(self) -> None:
         """Allocate weights and cache again."""
         if self._is_asleep and self._engine.vllm_config.model_config.enable_sleep_mode:
+            # vLLM asks the driver for memory, and what torch keeps of training is not free there.
+            torch.accelerator.empty_cache()
             self._engine.wake_up()
         self._is_asleep = False
 

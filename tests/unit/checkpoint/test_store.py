@@ -175,6 +175,24 @@ def test_a_new_run_sets_a_tracker_of_nonsense_aside(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff\xfe", b"3", b"1" * 300, b"1" * 5000])
+def test_a_tracker_of_nonsense_is_one_line(content: bytes, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
+    with pytest.raises(UserError, match=r"holds no step number|which has no checkpoint") as error:
+        store.latest()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["3", "[]", "null", "{", "[" * 200_000])
+def test_settings_that_are_no_object_are_none(content: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 2)
+    (tmp_path / "global_step_2/config.json").write_text(content)
+    assert open_checkpoint(tmp_path / "global_step_2").read_config() is None
+
+
 def test_a_folder_in_the_place_of_the_tracker_is_refused_and_a_new_run_sets_it_aside(
     tmp_path: Path,
 ) -> None:

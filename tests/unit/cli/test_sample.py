@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,33 @@ def test_sampling_is_that_of_the_run(run_folder: Path) -> None:
     assert request.template_settings == {"enable_thinking": False}
     named = parse([str(run_folder), ASKED, "--temperature", "0.7", "--max-tokens", "9"])
     assert (named.sampling.temperature, named.sampling.max_new_tokens) == (0.7, 9)
+
+
+def test_the_code_of_a_model_runs_only_if_whoever_asks_trusts_it(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    """The settings beside a checkpoint come with it, so they cannot vouch for it."""
+    run_copy, mark = tmp_path / "run", tmp_path / "was here"
+    shutil.copytree(run_folder / "global_step_2", run_copy / "global_step_2")
+    (run_copy / "global_step_2/manifest.json").unlink()
+    settings_file = run_copy / "global_step_2/config.json"
+    settings = json.loads(settings_file.read_text())
+    settings["actor_rollout_ref"]["model"]["trust_remote_code"] = True
+    settings_file.write_text(json.dumps(settings))
+    model = run_copy / "global_step_2/actor"
+    (model / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((model / name).read_text())
+        auto = {"AutoTokenizer": ["own.Own", None], "AutoModelForCausalLM": "own.Own"}
+        content |= {"model_type": "of its own", "auto_map": auto, "tokenizer_class": "Own"}
+        (model / name).write_text(json.dumps(content))
+    request = parse([str(run_copy), "hi", "--step", "2"])
+    with pytest.raises(UserError, match=r"Set --trust-remote-code if you trust the code"):
+        run(request)
+    assert not mark.exists() and not request.trusts_remote_code
+    with suppress(Exception):  # its code is nonsense
+        run(parse([str(run_copy), "hi", "--step", "2", "--trust-remote-code"]))
+    assert mark.exists()
 
 
 def test_a_model_of_transformers_answers(

@@ -88,6 +88,16 @@ def test_a_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: 
     assert "recipe.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("tag", ["python/object/apply:os.mkdir", "python/name:os.mkdir"])
+def test_a_recipe_runs_no_code(tmp_path: Path, tag: str) -> None:
+    mark = tmp_path / "was here"
+    recipe = write(tmp_path / "recipe.yaml", f"data: !!{tag} [{mark}]\n")
+    with pytest.raises(UserError) as caught:
+        load_config(RunConfig, [str(recipe)])
+    assert "recipe.yaml" in str(caught.value) and "\n" not in str(caught.value)
+    assert not mark.exists()
+
+
 def test_defaults_that_lead_back_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "mine.yaml", "defaults: [other]\n")
     write(tmp_path / "other.yaml", "defaults: [mine]\n")

@@ -91,12 +91,26 @@ def test_a_damaged_parquet_file_is_one_line(rows: Rows, write: Callable[..., str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("line", "rule"), [("{oops", "not valid JSON"), ("[1]", "not a JSON obj")])
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("{oops", "not valid JSON"),
+        ("[1]", "not a JSON obj"),
+        ('{"a": "\x01"}', "not valid JSON"),
+        ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not valid JSON"),
+    ],
+)
 def test_a_bad_line_is_named(line: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"a": 1}}\n{line}\n')
     with pytest.raises(UserError, match=f"line 2 is {rule}"):
         read_rows([str(path)])
+
+
+def test_a_separator_within_a_text_does_not_end_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "x\u2028y\x85z"}\n{"a": 1, "a": 2}\n', encoding="utf-8")
+    assert read_rows([str(path)]) == [{"a": "x\u2028y\x85z"}, {"a": 2}]
 
 
 def test_a_fault_names_the_file_and_the_row_within_it(

@@ -124,6 +124,24 @@ def test_the_refused_chat_is_found(folder: Path) -> None:
     assert error.value.position == 1
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append.__self__.__init__.__globals__ }}",
+        "{{ lipsum.__globals__['os'].mkdir('here') }}",
+    ],
+)
+def test_a_chat_template_reaches_no_python(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    codec = load_codec(str(folder), chat_template=template)
+    with pytest.raises(ChatRefused, match="refused by the chat template"):
+        codec.render([CHAT])
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize("path", ["/nowhere/model", "~/nowhere/model", "./nowhere", "a/b/c"])
 def test_a_folder_that_is_not_there_is_an_error(path: str) -> None:
     with pytest.raises(UserError, match=r"^model\.path='.*no such folder"):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -330,6 +332,26 @@ def test_an_optimizer_file_of_other_content_is_refused(content: object, tmp_path
     torch.save(content, tmp_path / OPTIMIZER_FILE)
     with pytest.raises(UserError, match=f"{OPTIMIZER_FILE} is not one that tandem wrote"):
         read_state(tmp_path, torch.device("cpu"), model="m")
+
+
+class Hostile:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_optimizer_file_runs_no_code(tmp_path: Path) -> None:
+    mark = tmp_path / "was here"
+    content = {"model": "m", "optimizer": {}, "schedule_step": Hostile(mark)}
+    torch.save(content, tmp_path / OPTIMIZER_FILE)
+    with pytest.raises(UserError, match=OPTIMIZER_FILE) as refusal:
+        read_state(tmp_path, torch.device("cpu"), model="m")
+    assert "\n" not in str(refusal.value)
+    assert not mark.exists()
 
 
 def test_a_foreign_or_incomplete_checkpoint_is_refused(

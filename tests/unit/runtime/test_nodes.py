@@ -71,6 +71,22 @@ def test_a_member_that_goes_before_the_end_is_named_once() -> None:
     server.close(1)
 
 
+def test_a_member_whose_ray_ends_says_so_at_once_and_hears_the_end() -> None:
+    """It stays connected, as the head may end, too, or start the run again."""
+    plan = head_plan()
+    server = HeadServer(plan, TOKEN)
+    member = greeted(member_plan(plan, 1))
+    until(lambda: server.absent() == [2])
+    member.tell_end("its raylet was killed\nby SIGKILL")
+    until(server.lost)
+    reason = "Ray ended there (its raylet was killed by SIGKILL)"
+    assert server.lost() == f"node 1 (127.0.0.1) was lost: {reason}"
+    server.close(1)
+    assert member.receive() == {"exit": 1}
+    member.close()
+    member.tell_end("nobody listens")
+
+
 def test_members_that_are_told_of_the_end_are_not_lost() -> None:
     plan = head_plan()
     server = HeadServer(plan, TOKEN)

@@ -115,6 +115,8 @@ def test_further_turns_go_to_the_engine_that_keeps_their_cache_and_so_do_their_e
     rollout.add([request(*range(10, 20)), further[0]])
     added = {r.sample_ids[0]: rank for rank, _, mine in _of(group, "add") for r in mine}
     assert added == {10: 0, 0: 1}, "its own engine has far more to do"
+    assert [(rank, ids) for rank, _, ids in _of(group, "forget")] == [(0, [0])], "which it leaves"
+    group.called.clear()
     rollout.forget([0, 1, 3, 77])
     assert [(rank, ids) for rank, _, ids in _of(group, "forget")] == [(1, [0, 1]), (0, [3])]
 
