@@ -3,8 +3,7 @@
 
 What rests in host memory is copied to the device for the step of its part and back, so that the
 device holds few of the weights at a time instead of all. The next part arrives and the last one
-leaves while a part is stepped. Results are those of a step at once, bit for bit if moments have the
-precision of the weights.
+leaves while a part is stepped. Results are those of a step at once, bit for bit.
 """
 
 from __future__ import annotations
