@@ -127,7 +127,7 @@ def test_sampling_is_that_of_the_run(run_folder: Path) -> None:
     assert (named.sampling.temperature, named.sampling.max_new_tokens) == (0.7, 9)
 
 
-def test_the_code_of_a_model_runs_only_if_whoever_asks_trusts_it(
+def test_the_code_of_a_model_runs_only_if_the_user_trusts_it(
     run_folder: Path, tmp_path: Path
 ) -> None:
     """The settings beside a checkpoint come with it, so they cannot vouch for it."""
