@@ -36,8 +36,8 @@ class SampleRequest:
         is_raw: whether the prompt is not put into the chat template.
         device: the platform, as ``trainer.device``.
         template_settings: the arguments of the chat template, as in training.
-        trusts_remote_code: whether the model's own code may run. The user says so, because the settings
-            beside a checkpoint come with it.
+        trusts_remote_code: whether the model's own code may run. The user says so, because the
+            settings beside a checkpoint come with it.
         base: the base model of adapters; None: where it was in training.
         images: the files of the pictures of the prompt.
         picture_sizes: the bounds of their sizes, as in training.
