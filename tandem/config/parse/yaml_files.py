@@ -114,6 +114,11 @@ def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ())
         _load_default(name, folder, mode=mode, above=(*above, path)) for name in _pairs(names, path)
     ]
     values = cast(dict[str, Any], _cleaned(content))
+    for name in values:
+        if not isinstance(cast(object, name), str):
+            raise UserError(
+                repr(str(path)), rule=f"the key {name!r} is no text", remedy="Correct the file."
+            )
     own = tuple(Assignment(name, value, mode, str(path)) for name, value in values.items())
     parts.insert(position, Loaded(own, ()))
     return Loaded(
@@ -164,7 +169,7 @@ def _below(loaded: Loaded, package: str) -> Loaded:
 def _read(path: Path) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(path)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(
             repr(str(path)),

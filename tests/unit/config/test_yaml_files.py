@@ -88,6 +88,17 @@ def test_a_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: 
     assert "recipe.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"1: 2\n", b"true: 2\n"])
+def test_a_file_of_other_bytes_or_keys_is_refused_in_one_line(
+    tmp_path: Path, content: bytes
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_config(RunConfig, [str(recipe)])
+    assert "recipe.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("tag", ["python/object/apply:os.mkdir", "python/name:os.mkdir"])
 def test_a_recipe_runs_no_code(tmp_path: Path, tag: str) -> None:
     mark = tmp_path / "was here"
