@@ -175,13 +175,16 @@ def _discard_output() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open what the caller has closed (``>&-``), so that no file takes the number of a stream."""
+    """Open what the caller has closed (``>&-``), so that no file takes the number of a stream, here
+    or in a child.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             sink = os.open(os.devnull, os.O_RDWR)
             if sink != number:
                 os.dup2(sink, number)
                 os.close(sink)
+            os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 

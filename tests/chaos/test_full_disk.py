@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.fakes.commands import Conditions, Ended, run_command
+from tests.fakes.commands import Conditions, Ended, check_refusal, run_command
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, sft_arguments, train_arguments
 
 KIBIBYTE = 1024
@@ -58,6 +58,24 @@ def test_checkpoint_survives_a_full_disk_and_the_run_goes_on_with_room(
     whole = train_arguments(material, tmp_path / "whole", "data.val_files=[]")
     assert run_command(whole, folder=tmp_path).code == 0
     assert repeatable(metrics_of(run)) == repeatable(metrics_of(tmp_path / "whole"))
+
+
+def test_an_export_to_a_full_disk_leaves_nothing_there(
+    material: Material, small_disk: Path, tmp_path: Path
+) -> None:
+    """``fill`` leaves room for the small files of a model, not for its weights."""
+    run, output = tmp_path / "run", small_disk / "model"
+    keys = ("trainer.total_training_steps=1", "data.val_files=[]")
+    assert run_command(train_arguments(material, run, *keys), folder=tmp_path).code == 0
+    fill = small_disk / "fill"
+    fill.write_bytes(bytes(700 * KIBIBYTE))
+    words = ["export", str(run), "--output", str(output)]
+    ended = run_command(words, folder=tmp_path)
+    check_refusal(ended, f"--output='{output}'", "cannot be written", "space")
+    assert not output.exists()
+    fill.unlink()
+    assert run_command(words, folder=tmp_path).code == 0
+    assert load_file(output / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ bit: weights, optimizer, order of the data, metrics, rollouts.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -175,6 +177,42 @@ def test_a_killed_run_starts_again_by_itself(
     check_same_run(run, whole_run(recipe))
 
 
+def test_dynamic_sampling_ahead_of_training_uses_each_prompt_once_whenever_it_is_killed(
+    material: Material, tmp_path: Path
+) -> None:
+    """Prompts whose groups were dropped are gone for good; others are drawn again after a kill."""
+    run, draw, num_prompts = tmp_path / "run", random.Random(5), 40
+    arguments = [
+        *dapo(material, run),
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+        "trainer.separated_node_ratios=[1.0]",
+        "trainer.async_pipeline=True",
+        "trainer.generate_ahead_steps=2",
+        "trainer.save_freq=1",
+        f"data.train_max_samples={num_prompts}",
+        "trainer.total_epochs=1",
+        "trainer.total_training_steps=null",
+        f"trainer.rollout_data_dir={run / 'dumps'}",
+    ]
+    starts: list[Ended] = []
+    while len(starts) < MAX_ATTEMPTS and not (starts and starts[-1].code == 0):
+        conditions = Conditions(die_at=draw.randint(15, 60))
+        starts.append(run_command(arguments, folder=tmp_path, conditions=conditions))
+    assert [start.code for start in starts] == [-signal.SIGKILL] * (len(starts) - 1) + [0]
+    assert len(starts) > 1, "it was never killed"
+    rows, said = metrics_of(run), starts[-1].stderr
+    trained = [row for step in rows for row in read_lines(run / f"dumps/{step}.jsonl")]
+    by_prompt = Counter(row["input"] for row in trained)
+    assert set(by_prompt.values()) == {4} and len(by_prompt) == 4 * len(rows)
+    dropped_since = sum(map(int, re.findall(r"(\d+) of \d+ groups dropped", said)))
+    resumed_at = int((re.findall(r"resumed from .*global_step_(\d+)", said) or ["0"])[0])
+    dropped_before = sum(rows[s]["training/dropped_groups"] for s in range(1, resumed_at + 1))
+    (left_over,) = re.findall(r"(\d+) prompt\(s\) are left over", said) or ["0"]
+    counted = len(by_prompt) + dropped_before + dropped_since + int(left_over)
+    assert counted == num_prompts, said
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_22_killed_at_random_times(
     recipe: str, whole_run: WholeRun, material: Material, tmp_path: Path
@@ -269,12 +307,16 @@ def test_a_second_signal_ends_it_at_once(
     assert not alive
 
 
-@pytest.mark.parametrize("save_freq", [1, -1], ids=["a due save", "the save of the stop"])
+@pytest.mark.parametrize(
+    ("recipe", "save_freq"),
+    [("grpo", 1), ("grpo", -1), ("sft", 1)],
+    ids=["a due save", "the save of the stop", "a due save of demonstrations"],
+)
 def test_a_second_sigint_during_a_save_loses_and_doubles_nothing(
-    save_freq: int, whole_run: WholeRun, material: Material, tmp_path: Path
+    recipe: str, save_freq: int, whole_run: WholeRun, material: Material, tmp_path: Path
 ) -> None:
     run, slow = tmp_path / "run", Conditions(slow_paths=".partial_step_")
-    arguments = [*grpo(material, run), f"trainer.save_freq={save_freq}"]
+    arguments = [*RECIPES[recipe](material, run), f"trainer.save_freq={save_freq}"]
     command = Command(arguments, folder=tmp_path, conditions=slow)
     command.wait_for(tmp_path / "stdout.txt", text="step 1/")
     if save_freq > 0:
@@ -290,9 +332,9 @@ def test_a_second_sigint_during_a_save_loses_and_doubles_nothing(
     assert "Traceback" not in ended.stderr and ended.stderr.endswith("interrupted\n")
     assert run_command(arguments, folder=tmp_path).code == 0
     # ``metrics_of`` fails if a metric of a step is there twice.
-    assert repeatable(metrics_of(run)) == repeatable(metrics_of(whole_run("grpo")))
+    assert repeatable(metrics_of(run)) == repeatable(metrics_of(whole_run(recipe)))
     for name in ENGINE_FILES:
-        ours, theirs = (path / "global_step_6" / name for path in (run, whole_run("grpo")))
+        ours, theirs = (path / "global_step_6" / name for path in (run, whole_run(recipe)))
         assert ours.read_bytes() == theirs.read_bytes()
 
 
