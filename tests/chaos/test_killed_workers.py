@@ -23,7 +23,7 @@ from tests.chaos.processes import (
     wait_for_end,
     wait_for_place,
 )
-from tests.fakes.commands import Command, Conditions, run_command
+from tests.fakes.commands import Command, Conditions, check_refusal, run_command
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 
 SPLIT = (
@@ -184,3 +184,23 @@ def test_a_run_that_ends_before_anybody_can_die_tells_why(tmp_path: Path) -> Non
     command = Command(["train", "trainer.nnodes=two"], folder=tmp_path)
     with pytest.raises(AssertionError, match="trainer.nnodes='two': must be an integer"):
         wait_for_place(command, tmp_path, "generate", rank=0)
+
+
+def test_a_mistake_that_a_worker_finds_is_no_reason_to_start_again(
+    material: Material, tmp_path: Path
+) -> None:
+    """Only a worker reads the optimizer of a checkpoint."""
+    run = tmp_path / "run"
+    keys = (
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=1",
+        "trainer.max_restarts=2",
+        "data.val_files=[]",
+    )
+    arguments = train_arguments(material, run, *keys)
+    assert run_command(arguments, folder=tmp_path).code == 0
+    muon = "actor_rollout_ref.actor.optim.optimizer=Muon"
+    other = [*arguments, "trainer.total_training_steps=2", muon]
+    ended = run_command(other, folder=tmp_path)
+    check_refusal(ended, "optimizer")
+    assert not (run / "restarts.jsonl").exists()
