@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 
 from tandem.api import WorkerGroup
@@ -24,6 +25,7 @@ from tandem.errors import UserError
 from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import WorkerFailure
 from tandem.runtime.ray import RayRuntime
+from tandem.runtime.token import own_token
 from tests.distributed.ray_driver import DEVICES, build_probe
 from tests.fakes.patience import LIMIT_S, PATIENCE_S
 
@@ -75,6 +77,36 @@ def test_calls_of_a_worker_run_one_at_a_time_in_order(groups: dict[str, WorkerGr
     train = groups["train"]
     calls = [train.submit(0, "note", number) for number in range(60)]
     assert train.gather(calls[::-1])[0] == list(range(60))
+
+
+JOIN = """
+import sys
+from ray._raylet import GcsClient
+print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=30)), "node")
+"""
+
+
+@pytest.mark.usefixtures("groups")
+def test_the_cluster_answers_only_who_knows_its_token(runtime: RayRuntime) -> None:
+    assert runtime.workers
+    address = ray.get_runtime_context().gcs_address
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own_token(os.environ)}
+    wrong = known | {"RAY_AUTH_TOKEN": "0" * len(known["RAY_AUTH_TOKEN"])}
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", JOIN, address],
+            env=others | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for environment in (known, {}, wrong)
+    ]
+    assert [one.stdout for one in ended] == ["1 node\n", "", ""]
+    assert [one.returncode for one in ended] == [0, 1, 1]
+    for one in ended[1:]:
+        assert "InvalidAuthToken" in one.stderr
 
 
 def test_tensors_and_keywords_reach_the_worker(groups: dict[str, WorkerGroup]) -> None:
