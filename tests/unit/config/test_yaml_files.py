@@ -126,3 +126,22 @@ def test_defaults_of_another_form_are_refused(tmp_path: Path, defaults: str) -> 
 def test_hydras_own_groups_in_defaults_are_skipped(tmp_path: Path) -> None:
     recipe = write(tmp_path / "mine.yaml", "defaults: [override hydra/job_logging: none]\n")
     assert load_config(RunConfig, [str(recipe)]).warnings == ()
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "data: &a {b: *a}", "a: " + "[" * 2000])
+def test_a_recipe_that_contains_itself_is_refused_in_a_short_line(
+    tmp_path: Path, text: str
+) -> None:
+    recipe = write(tmp_path / "mine.yaml", text)
+    with pytest.raises(UserError, match="is not valid YAML .a value contains itself, or") as caught:
+        load_config(RunConfig, [str(recipe)])
+    assert len(str(caught.value)) < 200 + len(str(recipe))
+
+
+def test_a_mapping_with_numbers_and_dots_as_keys_may_refer_to_other_keys(tmp_path: Path) -> None:
+    recipe = write(
+        tmp_path / "mine.yaml",
+        "data: {seed: 7, apply_chat_template_kwargs: {a: {1: '${data.seed}', x.y: '${data.seed}'}}}",
+    )
+    config = load_config(RunConfig, [str(recipe)]).config
+    assert config.data.apply_chat_template_kwargs == {"a": {1: 7, "x.y": 7}}
