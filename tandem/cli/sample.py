@@ -8,7 +8,6 @@ generates.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from tandem.checkpoint.store import Checkpoint, require_whole
 from tandem.cli.trained import find_trained
+from tandem.config.parse.json_content import read_object
 from tandem.config.schema.data import PictureConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -147,10 +147,9 @@ def _find(run: str, step: int | None) -> _Trained:
 def _is_model(folder: Path) -> bool:
     """Return whether a folder holds a model; config.json of a run or a checkpoint has settings."""
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return "model_type" in read_object(folder / "config.json")
+    except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and "model_type" in content
 
 
 def _is_name(run: str, folder: Path) -> bool:

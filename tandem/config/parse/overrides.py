@@ -291,11 +291,11 @@ class _Written:
         self.spellings.pop(name, None)
         self._latest.pop(name, None)
         *sections, last = name.split(".")
-        node: Any = self.tree
+        node = self.tree
         for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(last, None)
+            below: object = node.get(section)
+            node = cast(Tree, below) if isinstance(below, dict) else {}
+        node.pop(last, None)
         self._put_defaults(name)
 
     def _put_defaults(self, name: str) -> None:
@@ -419,20 +419,19 @@ def _resolved(tree: Tree, full: Any, *, prefix: str = "") -> Tree:
             below = cast(Tree, value)
             resolved[part] = _resolved(below, full[part], prefix=f"{prefix}{part}.")
         elif _has_interpolation(value):
-            resolved[part] = _resolved_leaf(value, full, part, name=f"{prefix}{part}")
+            resolved[part] = _resolved_leaf(value, full, prefix=prefix, part=part)
         else:
             resolved[part] = value
     return resolved
 
 
-def _resolved_leaf(value: Any, full: Any, part: str, *, name: str) -> Any:
+def _resolved_leaf(value: Any, full: Any, *, prefix: str, part: str) -> Any:
     try:
         found = full[part]
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(
-            name, value, rule=_unresolved(error), remedy="Write the value itself."
-        ) from error
+        name, remedy = f"{prefix}{part}", "Write the value itself."
+        raise UserError(name, value, rule=_unresolved(error), remedy=remedy) from error
 
 
 def _unresolved(error: Exception) -> str:
