@@ -56,17 +56,37 @@ def require_local_family(
     )
 
 
-def require_end(eos_ids: Sequence[int], rollout: RolloutConfig, *, path: str, key: str) -> None:
-    """Raise UserError if no token can end a response, unless none is wanted."""
-    if not eos_ids and not rollout.ignore_eos:
+def require_end(
+    eos_ids: Sequence[int],
+    rollout: RolloutConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    path: str,
+    key: str,
+) -> tuple[str, ...]:
+    """Return a warning for each end token that is no token of the model.
+
+    Raises:
+        UserError: no token can end a response, unless none is wanted.
+    """
+    num_known = text_part(hf_config).get("vocab_size")
+    unknown = [x for x in eos_ids if isinstance(num_known, int) and x >= num_known]
+    rule = "neither its tokenizer nor its generation_config.json names an end token"
+    if unknown:
+        rule = f"its end token {unknown[0]} is none of its {num_known} tokens (vocab_size)"
+    if len(unknown) == len(eos_ids) and not rollout.ignore_eos:
         raise UserError(
             key,
             path,
-            rule="neither its tokenizer nor its generation_config.json names an end token: every "
-            "response would have data.max_response_length tokens",
+            rule=f"{rule}: every response would have data.max_response_length tokens",
             remedy="Set eos_token in tokenizer_config.json, or "
             "actor_rollout_ref.rollout.ignore_eos=True.",
         )
+    return tuple(
+        f"{key}={path!r}: the end token {x} in generation_config.json is none of the model's "
+        f"{num_known} tokens (vocab_size)"
+        for x in unknown
+    )
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
