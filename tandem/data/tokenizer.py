@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -268,12 +269,13 @@ def load_codec(
     Raises:
         UserError: the tokenizer cannot be loaded.
     """
-    folder = Path(path).expanduser()
-    local = folder.is_dir() or _is_cached(path, key)
+    folder = Path(os.path.expanduser(path))
+    is_folder = os.path.isdir(folder)
+    local = is_folder or _is_cached(path, key)
     if not local:
         _require_on_hub(path, key)
-    source = str(folder) if folder.is_dir() else path
-    if folder.is_dir() and not _has_tokenizer(folder):
+    source = str(folder) if is_folder else path
+    if is_folder and not _has_tokenizer(folder):
         raise UserError(
             key,
             path,

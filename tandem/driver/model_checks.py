@@ -6,6 +6,7 @@ They read only JSON, and ``tandem plan`` runs them without torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,7 @@ def read_local_config(path: str) -> Mapping[str, Any]:
         UserError: one of its values has another type than its key.
     """
     try:
-        content = read_object(Path(path).expanduser() / "config.json")
+        content = read_object(Path(os.path.expanduser(path)) / "config.json")
     except (OSError, ValueError):
         return {}
     require_types(content)

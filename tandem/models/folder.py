@@ -7,6 +7,7 @@ finds errors without building a model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -274,7 +275,7 @@ def _own_config(checked: ModelFolder, role: str) -> DecoderConfig:
 
 def is_local(path: str) -> bool:
     """Return whether a path is a folder of this host, not a name on the hub."""
-    return bool(path) and Path(path).expanduser().is_dir()
+    return bool(path) and os.path.isdir(os.path.expanduser(path))
 
 
 def _found(path: str, trust_remote_code: bool, *, fetches_weights: bool, key: str) -> ModelFolder:

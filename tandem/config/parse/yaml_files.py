@@ -8,6 +8,7 @@ Interpolations are resolved later.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -44,8 +45,8 @@ def load_recipe(name: str) -> Loaded:
     Raises:
         UserError: the file does not exist or is not a YAML mapping.
     """
-    path = Path(name).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(name))
+    if not os.path.isfile(path):  # which a name that is too long is not
         raise UserError(
             repr(name), rule="no such recipe file", remedy="Check the path, or write key=value."
         )

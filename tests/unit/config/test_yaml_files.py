@@ -145,3 +145,9 @@ def test_a_mapping_with_numbers_and_dots_as_keys_may_refer_to_other_keys(tmp_pat
     )
     config = load_config(RunConfig, [str(recipe)]).config
     assert config.data.apply_chat_template_kwargs == {"a": {1: 7, "x.y": 2}}
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".yaml", "~nobody-has-this-name/x.yaml"])
+def test_a_name_that_no_recipe_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(UserError, match="no such recipe file"):
+        load_config(RunConfig, [name])

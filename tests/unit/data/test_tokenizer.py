@@ -192,7 +192,10 @@ def test_a_chat_template_reaches_no_python(
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model", "~/nowhere/model", "./nowhere", "a/b/c"])
+@pytest.mark.parametrize(
+    "path",
+    ["/nowhere/model", "~/nowhere/model", "./nowhere", "a/b/c", "x" * 300, "~nobody-has-this/x"],
+)
 def test_a_folder_that_is_not_there_is_an_error(path: str) -> None:
     with pytest.raises(UserError, match=r"^model\.path='.*no such folder"):
         load_codec(path, key="model.path")
