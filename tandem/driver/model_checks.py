@@ -60,8 +60,8 @@ def require_local_family(
 def require_end(
     eos_ids: Sequence[int],
     rollout: RolloutConfig,
-    hf_config: Mapping[str, Any],
     *,
+    hf_config: Mapping[str, Any],
     path: str,
     key: str,
 ) -> tuple[str, ...]:

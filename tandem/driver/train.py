@@ -112,7 +112,11 @@ def prepare(
     )
     rollout = config.actor_rollout_ref.rollout
     for warning in require_end(
-        codec.eos_ids, rollout, folder.hf_config, path=model.config.path, key=model.key
+        codec.eos_ids,
+        rollout,
+        hf_config=folder.hf_config,
+        path=model.config.path,
+        key=model.key,
     ):
         logger.warning("%s", warning)
     require_engine(config, folder.hf_config)

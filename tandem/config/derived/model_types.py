@@ -43,8 +43,8 @@ def rope_settings(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def rope_kind(hf_config: Mapping[str, Any]) -> str:
     """Return the name of the scaling of rotary positions of a checked config.json."""
-    settings = rope_settings(hf_config)
-    return settings.get("rope_type", settings.get("type", "default"))
+    rope = rope_settings(hf_config)
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def require_types(hf_config: Mapping[str, Any]) -> None:

@@ -30,7 +30,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
 )
 def test_what_models_have_is_accepted(values: dict[str, Any]) -> None:
-    require_types({"model_type": "qwen3", **values})
+    content = {"model_type": "qwen3", **values}
+    require_types(content)
+    assert rope_settings(content) in ({}, *content.values())
 
 
 @pytest.mark.parametrize(
