@@ -10,14 +10,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from tandem.agents.entries import require_url, unknown_field
 from tandem.agents.setup import AGENTS_KEY, OpenEnvSpec, ProgramSpec
+from tandem.config.parse.yaml_content import read_yaml
 from tandem.errors import UserError
 
 _COMMAND, _OPENENV = "command", "openenv"
@@ -41,14 +38,7 @@ def read_agent_file(path: str) -> AgentFile:
     Raises:
         UserError: the file cannot be read, or an entry has another form.
     """
-    try:
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
-    except OSError as error:
-        rule = "no such file"
-        raise UserError(AGENTS_KEY, path, rule=rule, remedy="Correct the path.") from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        rule = f"is not valid YAML ({' '.join(str(error).split())[:160]})"
-        raise UserError(AGENTS_KEY, path, rule=rule, remedy="Correct the file.") from error
+    loaded = read_yaml(path, key=AGENTS_KEY, resolved=True)
     if not isinstance(loaded, list) or not loaded:
         remedy = "Write a list of {name, _target_} or {name, kind: command, argv}."
         raise UserError(AGENTS_KEY, path, rule="is not a list of agents", remedy=remedy)
@@ -78,7 +68,7 @@ def _read_entry(entry: Any) -> ProgramSpec | OpenEnvSpec:
         raise ValueError(f"the kind {kind!r} is not built; it may be {', '.join(_KINDS)}")
     reward = fields.get("reward", "agent" if kind == _OPENENV else "function")
     max_running = fields.get("max_running", 64)
-    if reward not in _REWARDS:
+    if not isinstance(reward, str) or reward not in _REWARDS:
         raise ValueError(f"reward={reward!r} is neither function nor agent")
     if not isinstance(max_running, int) or max_running < 1:
         raise ValueError(f"max_running={max_running!r} is not a number above 0")
@@ -91,6 +81,8 @@ def _read_entry(entry: Any) -> ProgramSpec | OpenEnvSpec:
     if not isinstance(target, str) or "." not in target:
         raise ValueError("has neither kind nor a _target_ as package.module.function")
     rest = {key: value for key, value in fields.items() if key not in _COMMON | {"_target_"}}
+    if not all(isinstance(key, str) for key in cast(dict[Any, Any], rest)):
+        raise ValueError("has a field whose name is no text")
     return ProgramSpec(fields["name"], target=target, arguments=rest, **common)
 
 
@@ -106,9 +98,7 @@ def _read_argv(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _read_openenv(fields: Mapping[str, Any], common: Mapping[str, Any]) -> OpenEnvSpec:
     _require_known(fields, _OF_OPENENV)
-    url = str(fields.get("url", ""))
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the url {url!r} does not begin with http")
+    url = require_url(str(fields.get("url", "")))
     timeout_s = fields.get("timeout", 60.0)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
         raise ValueError(f"timeout={timeout_s!r} is not a number of seconds above 0")
@@ -133,6 +123,6 @@ def _read_openenv(fields: Mapping[str, Any], common: Mapping[str, Any]) -> OpenE
 
 
 def _require_known(fields: Mapping[str, Any], own: set[str]) -> None:
-    unknown = sorted(fields.keys() - _COMMON - own)
-    if unknown:
-        raise ValueError(f"has an unknown field {unknown[0]!r}")
+    unknown = unknown_field(fields, _COMMON | own)
+    if unknown is not None:
+        raise ValueError(f"has an unknown field {unknown!r}")

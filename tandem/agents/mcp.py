@@ -422,6 +422,6 @@ def _message(body: bytes) -> Mapping[str, Any] | None:
     """Return a message in JSON; None if it is none."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -215,7 +215,9 @@ class EnvironmentPool:
         try:
             process = await self._ready(lambda: self._processes[0])
         except EnvironmentLost as error:
-            raise RunFailure(f"an environment process did not start: {error}") from error
+            loaded = ", ".join(self.setup.loaded)
+            where = f"; it loads {loaded}" if loaded else ""
+            raise RunFailure(f"an environment process did not start: {error}{where}") from error
         return process.ready.result()
 
     async def _ready(self, choose: Callable[[], _Process]) -> _Process:

@@ -176,6 +176,15 @@ class EnvironmentSetup:
     needs_declared: bool = False
     log: str | None = None
 
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The files and classes of the user that a process loads, each with its key."""
+        named = [] if self.function_path is None else [(FUNCTION_KEY, self.function_path)]
+        named += [(TOOL_KEY, spec.class_name) for spec in self.tools]
+        named += [(INTERACTION_KEY, spec.class_name) for spec in self.interactions]
+        named += [(AGENTS_KEY, spec.target) for spec in self.programs if spec.target]
+        return tuple(f"{key}={name!r}" for key, name in named)
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

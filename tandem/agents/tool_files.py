@@ -11,13 +11,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from tandem.agents.entries import require_url, unknown_field
 from tandem.agents.setup import (
     INTERACTION_KEY,
     TOOL_KEY,
@@ -26,6 +22,7 @@ from tandem.agents.setup import (
     ServerSpec,
     ToolSpec,
 )
+from tandem.config.parse.yaml_content import read_yaml
 from tandem.errors import UserError
 
 _NATIVE, _MCP = "native", "mcp"
@@ -135,7 +132,7 @@ def _servers(mcp: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_servers(path: str) -> Any:
     try:
-        loaded = _load(TOOL_KEY, path)
+        loaded = read_yaml(path, key=TOOL_KEY, resolved=True)
     except UserError as error:
         raise ValueError(f"{path}: {error.rule}") from error
     return loaded.get(_SERVERS) if isinstance(loaded, dict) else None
@@ -152,16 +149,20 @@ def _read_server(name: str, entry: Any) -> ServerSpec:
     if ("command" in fields) == ("url" in fields):
         raise ValueError(f"the server {name} has not exactly one of command and url")
     if "command" in fields:
-        argv = (fields["command"], *(fields.get("args") or ()))
+        arguments = fields.get("args") or []
+        argv = (fields["command"], *(arguments if isinstance(arguments, list) else [arguments]))
         if not all(isinstance(one, str) for one in argv):
             raise ValueError(f"the server {name}: command and args are not texts; quote them")
         if shutil.which(argv[0]) is None:
             raise ValueError(f"the server {name}: the command {argv[0]!r} is not found")
+        if not isinstance(fields.get("cwd"), str | None):
+            raise ValueError(f"the server {name}: cwd is not a path")
         variables = _texts(fields.get("env"), what=f"the server {name}: env")
         return ServerSpec(name, argv, variables, fields.get("cwd"))
-    url = str(fields["url"])
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the server {name}: the url {url!r} does not begin with http")
+    try:
+        url = require_url(str(fields["url"]))
+    except ValueError as error:
+        raise ValueError(f"the server {name}: {error}") from error
     headers = _texts(fields.get("headers"), what=f"the server {name}: headers")
     if fields.get("auth_token"):
         headers["Authorization"] = f"Bearer {fields['auth_token']}"
@@ -175,10 +176,10 @@ def _texts(value: Any, *, what: str) -> dict[str, str]:
 
 
 def _require_known(fields: Mapping[str, Any], known: set[str], *, what: str) -> None:
-    unknown = sorted(fields.keys() - known)
-    if unknown:
+    unknown = unknown_field(fields, known)
+    if unknown is not None:
         names = ", ".join(sorted(known))
-        raise ValueError(f"{what} has an unknown field {unknown[0]!r}; it may have {names}")
+        raise ValueError(f"{what} has an unknown field {unknown!r}; it may have {names}")
 
 
 def read_interaction_file(path: str) -> tuple[InteractionSpec, ...]:
@@ -208,23 +209,12 @@ def _schema(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _entries(key: str, path: str, *, section: str) -> list[Any]:
-    loaded = _load(key, path)
+    loaded = read_yaml(path, key=key, resolved=True)
     entries: Any = loaded.get(section) if isinstance(loaded, dict) else None
     if not isinstance(entries, list) or not entries:
         rule = f"has no list under {section!r}"
         raise UserError(key, path, rule=rule, remedy="Write the file in verl's form.")
     return cast(list[Any], entries)
-
-
-def _load(key: str, path: str) -> Any:
-    """Return the content of a file in YAML or JSON; raise UserError if it cannot be read."""
-    try:
-        return OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
-    except OSError as error:
-        raise UserError(key, path, rule="no such file", remedy="Correct the path.") from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        rule = f"is not valid YAML ({' '.join(str(error).split())[:160]})"
-        raise UserError(key, path, rule=rule, remedy="Correct the file.") from error
 
 
 def _checked(
@@ -234,9 +224,9 @@ def _checked(
     name = fields.get("class_name")
     if needs_class and not isinstance(name, str):
         raise UserError(key, path, rule=f"{where} has no class_name", remedy="Name a class.")
-    unknown = sorted(fields.keys() - known)
-    if unknown:
-        rule = f"{where} has an unknown field {unknown[0]!r}"
+    unknown = unknown_field(fields, known)
+    if unknown is not None:
+        rule = f"{where} has an unknown field {unknown!r}"
         raise UserError(key, path, rule=rule, remedy=f"It may have {', '.join(sorted(known))}.")
     if isinstance(name, str) and "." not in name:
         rule = f"{where}: class_name {name!r} is not package.module.Class"

@@ -37,6 +37,7 @@ from tandem.errors import NO_VALUE, UserError
 from tandem.types import AssistantTurn, Observation, ToolStatus
 
 NUMBER_BYTES = 16
+_EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,9 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         _work(open_channel(channel_fd, lifeline_fd))
     except ConnectionError:
         return  # the parent is gone
+    except KeyboardInterrupt:
+        # Raised by code of the user: this process is in a session of its own. The parent says so.
+        os._exit(_EXIT_INTERRUPTED)
 
 
 def _work(channel: socket.socket) -> None:

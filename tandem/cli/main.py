@@ -111,7 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     words = spelled_out(sys.argv[1:] if arguments is None else arguments)
     takes_keys = bool(words) and words[0] in COMMANDS_WITH_KEYS
-    return run_as_launched(_run_reported, words) if takes_keys else _run_reported(words)
+    if not takes_keys:
+        return _run_reported(words)
+    return _reported(lambda: run_as_launched(_run_reported, words))
 
 
 def _run_reported(words: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ generates.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from tandem.checkpoint.store import Checkpoint, require_whole
 from tandem.cli.trained import find_trained
+from tandem.config.parse.json_content import read_object
 from tandem.config.schema.data import PictureConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -100,12 +100,11 @@ def parse(arguments: Sequence[str]) -> SampleRequest:
 
 def _require(options: argparse.Namespace) -> None:
     temperature, limit = options.temperature, options.max_tokens
-    if not options.prompt.strip():
-        raise UserError(
-            "PROMPT", options.prompt, rule="is empty", remedy="Give a text in quotation marks."
-        )
+    _require_prompt(options.prompt)
     if options.n < 1:
         raise UserError("-n", options.n, rule="must be at least 1", remedy="Leave it out for 1.")
+    if options.seed < 0:
+        raise UserError("--seed", options.seed, rule="must be at least 0", remedy="Leave it out.")
     if limit is not None and limit < 1:
         raise UserError("--max-tokens", limit, rule="must be at least 1", remedy="Leave it out.")
     if temperature is not None and (options.greedy or not temperature > 0):
@@ -124,6 +123,17 @@ def _require(options: argparse.Namespace) -> None:
         )
 
 
+def _require_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise UserError("PROMPT", prompt, rule="is empty", remedy="Give a text in quotation marks.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python turns bytes that are no UTF-8 into surrogates
+        raise UserError(
+            "PROMPT", prompt, rule="is not valid UTF-8", remedy="Write the text in UTF-8."
+        ) from error
+
+
 def _find(run: str, step: int | None) -> _Trained:
     """Return the newest model of a run, or a model that belongs to no run."""
     folder = Path(run).expanduser()
@@ -137,7 +147,7 @@ def _find(run: str, step: int | None) -> _Trained:
 def _is_model(folder: Path) -> bool:
     """Return whether a folder holds a model; config.json of a run or a checkpoint has settings."""
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in read_object(folder / "config.json")
     except (OSError, ValueError):
         return False
 

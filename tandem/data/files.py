@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,15 +136,27 @@ def _existing(files: Sequence[str], key: str) -> Iterator[Path]:
         remedy = f"Set {key}=/path/to/file.parquet."
         raise UserError(key, [], rule="at least one file is needed", remedy=remedy)
     for name in files:
-        path = Path(name).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(name))
+        mode = _mode(path, name, key=key)
+        if stat.S_ISDIR(mode):
             raise UserError(key, name, rule="is a folder", remedy=_remedy_of_folder(path, key))
-        if not path.is_file():
+        if not stat.S_ISREG(mode):
             raise UserError(key, name, rule="no such file", remedy=_remedy(path))
         if not os.access(path, os.R_OK):
             remedy = "Change the file's permissions."
             raise UserError(key, name, rule="the file is not readable", remedy=remedy)
         yield path
+
+
+def _mode(path: Path, name: str, *, key: str) -> int:
+    """Return what the file system says about a path; 0 if there is nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte
+        return 0
+    except OSError as error:
+        rule = f"it cannot be found ({error.strerror})"
+        raise UserError(key, name, rule=rule, remedy="Check the path.") from error
 
 
 def _remedy(path: Path) -> str:

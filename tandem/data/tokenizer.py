@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +25,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils.hub import cached_file
 
+from tandem.config.parse.json_content import read_object
 from tandem.data.byte_decoder import ByteDecoder
-from tandem.errors import UserError
+from tandem.errors import UserError, shown_value
 from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,19 @@ logger = logging.getLogger(__name__)
 TEMPLATE_FILE = "chat_template.jinja"
 """The file that replaces the template of tokenizer_config.json, also for transformers."""
 _TEMPLATE_SUFFIX = ".jinja"
+_SETTINGS_FILE = "tokenizer_config.json"
+_TOKEN = ("a text or a mapping", (str, dict))
+_SETTINGS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "tokenizer_class": ("a text", (str,)),
+    "model_max_length": ("a number", (int, float)),
+    "chat_template": ("a text or a list of mappings", (str, list, dict)),
+    "added_tokens_decoder": ("a mapping", (dict,)),
+    "extra_special_tokens": ("a list or a mapping", (list, dict)),
+    "additional_special_tokens": ("a list", (list,)),
+    **dict.fromkeys(("eos_token", "bos_token", "pad_token", "unk_token"), _TOKEN),
+}
+"""The types of values in tokenizer_config.json, whose readers in transformers check few."""
+_MAX_ID = 2**31 - 1
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tokenization_*.py")
@@ -254,27 +269,29 @@ def load_codec(
     Raises:
         UserError: the tokenizer cannot be loaded.
     """
-    folder = Path(path).expanduser()
-    local = folder.is_dir() or _is_cached(path, key)
+    folder = Path(os.path.expanduser(path))
+    is_folder = os.path.isdir(folder)
+    local = is_folder or _is_cached(path, key)
     if not local:
         _require_on_hub(path, key)
-    source = str(folder) if folder.is_dir() else path
-    if folder.is_dir() and not _has_tokenizer(folder):
+    source = str(folder) if is_folder else path
+    if is_folder and not _has_tokenizer(folder):
         raise UserError(
             key,
             path,
             rule="the folder has no tokenizer (tokenizer.json, vocab.json or tokenizer.model)",
             remedy="Copy the tokenizer files of its base model into the folder.",
         )
+    loader = _loader(source, local=local, key=key)
     try:
-        tokenizer = _loader(source, local=local).from_pretrained(
+        tokenizer = loader.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=local
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # libraries, or the model's own code, read files of the user
         raise UserError(
             key,
             path,
-            rule=f"the tokenizer cannot be loaded ({_first_words(error)})",
+            rule=f"the tokenizer cannot be loaded ({type(error).__name__}: {_first_words(error)})",
             remedy="A model folder needs tokenizer.json and tokenizer_config.json.",
         ) from error
     own_template = None if chat_template is None else _read_template(chat_template)
@@ -320,13 +337,31 @@ def _read_template(value: str) -> str:
         ) from error
 
 
-def _loader(source: str, *, local: bool) -> Any:
+def _loader(source: str, *, local: bool, key: str) -> Any:
     # ``AutoTokenizer`` takes a second to search all families, so generic tokenizers avoid it.
-    settings = _find_file(source, "tokenizer_config.json", local=local)
-    named = "" if settings is None else json.loads(settings.read_text()).get("tokenizer_class")
+    settings = _find_file(source, _SETTINGS_FILE, local=local)
+    content = {} if settings is None else _read_settings(settings, key)
     has_tokens = _find_file(source, "tokenizer.json", local=local) is not None
-    is_generic = has_tokens and named in _GENERIC_CLASSES
+    is_generic = has_tokens and content.get("tokenizer_class") in _GENERIC_CLASSES
     return transformers.PreTrainedTokenizerFast if is_generic else transformers.AutoTokenizer
+
+
+def _read_settings(file: Path, key: str) -> dict[str, Any]:
+    """Read tokenizer_config.json. Raise UserError if a value has another type than its name."""
+    content = _read_file(file, key)
+    for name, (kind, types) in _SETTINGS.items():
+        if not isinstance(content.get(name), (*types, type(None))):
+            rule = f"{name}={content[name]!r} in {file} must be {kind} or null"
+            raise UserError(key, rule=rule, remedy="Correct or remove it.")
+    return content
+
+
+def _read_file(file: Path, key: str) -> dict[str, Any]:
+    """Read a JSON file of a model's folder. Raise UserError if it holds no object."""
+    try:
+        return read_object(file)
+    except (OSError, ValueError) as error:
+        raise UserError(key, rule=f"{file} {error}", remedy="Correct or remove it.") from error
 
 
 def _find_file(source: str, name: str, *, local: bool) -> Path | None:
@@ -381,14 +416,14 @@ def _eos_ids(
 
 
 def _listed_eos_ids(file: Path, key: str) -> list[int]:
-    try:
-        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except ValueError as error:
-        rule = f"{file} is not valid JSON ({error})"
-        raise UserError(key, rule=rule, remedy="Correct or remove it.") from error
+    listed = _read_file(file, key).get("eos_token_id")
     if listed is None:
         return []
-    return [int(token) for token in (listed if isinstance(listed, list) else [listed])]
+    ids = listed if isinstance(listed, list) else [listed]
+    if not all(type(one) is int and 0 <= one <= _MAX_ID for one in ids):
+        rule = f"eos_token_id={shown_value(listed)} in {file} must be a token id or a list of them"
+        raise UserError(key, rule=rule, remedy="Correct or remove it.")
+    return ids
 
 
 def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:

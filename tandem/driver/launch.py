@@ -40,7 +40,12 @@ from tandem.models.folder import ModelFolder
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
-from tandem.rollout.factory import require_kernels, require_quantization, require_recording
+from tandem.rollout.factory import (
+    require_decoder,
+    require_kernels,
+    require_quantization,
+    require_recording,
+)
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
@@ -361,6 +366,7 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     platform = site.platforms[site.placement.pool_of("generate").name]
     rollout, decoder = config.actor_rollout_ref.rollout, model.decoder_config
     require_kernels(decoder, platform, key=f"{site.model.key}={str(model.path)!r}")
+    require_decoder(rollout, decoder, model=str(model.path))
     require_quantization(rollout, decoder, platform=platform)
     require_recording(rollout, decoder, platform=platform)
     require_recorded_scores(config, has_decoder=decoder is not None)

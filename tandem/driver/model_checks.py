@@ -6,7 +6,7 @@ They read only JSON, and ``tandem plan`` runs them without torch.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,23 +14,29 @@ from typing import Any
 
 import numpy as np
 
+from tandem.config.derived.model_types import require_types, rope_kind, rope_settings
 from tandem.config.derived.trained_model import TrainedModel
 from tandem.config.derived.vision import text_part
+from tandem.config.parse.json_content import read_object
 from tandem.config.schema.families import NATIVE_FAMILIES, require_family
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
-_SCALING_KEYS = ("rope_scaling", "rope_parameters")
 
 
 def read_local_config(path: str) -> Mapping[str, Any]:
-    """Return the config.json of a model folder; {} if it cannot be read (a model on the hub)."""
+    """Return the config.json of a model folder; {} if it cannot be read (a model on the hub).
+
+    Raises:
+        UserError: one of its values has another type than its key.
+    """
     try:
-        content = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        content = read_object(Path(os.path.expanduser(path)) / "config.json")
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    require_types(content)
+    return content
 
 
 def require_local_family(
@@ -51,24 +57,44 @@ def require_local_family(
     )
 
 
-def require_end(eos_ids: Sequence[int], rollout: RolloutConfig, *, path: str, key: str) -> None:
-    """Raise UserError if no token can end a response, unless none is wanted."""
-    if not eos_ids and not rollout.ignore_eos:
+def require_end(
+    eos_ids: Sequence[int],
+    rollout: RolloutConfig,
+    *,
+    hf_config: Mapping[str, Any],
+    path: str,
+    key: str,
+) -> tuple[str, ...]:
+    """Return a warning for each end token that is no token of the model.
+
+    Raises:
+        UserError: no token can end a response, unless none is wanted.
+    """
+    num_known = text_part(hf_config).get("vocab_size")
+    unknown = [x for x in eos_ids if isinstance(num_known, int) and x >= num_known]
+    rule = "neither its tokenizer nor its generation_config.json names an end token"
+    if unknown:
+        rule = f"its end token {unknown[0]} is none of its {num_known} tokens (vocab_size)"
+    if len(unknown) == len(eos_ids) and not rollout.ignore_eos:
         raise UserError(
             key,
             path,
-            rule="neither its tokenizer nor its generation_config.json names an end token: every "
-            "response would have data.max_response_length tokens",
+            rule=f"{rule}: every response would have data.max_response_length tokens",
             remedy="Set eos_token in tokenizer_config.json, or "
             "actor_rollout_ref.rollout.ignore_eos=True.",
         )
+    return tuple(
+        f"{key}={path!r}: the end token {x} in generation_config.json is none of the model's "
+        f"{num_known} tokens (vocab_size)"
+        for x in unknown
+    )
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
     """Return the model's maximum length in tokens, with rotary scaling; None if it is not given."""
     hf_config = text_part(hf_config)
     limit = next((hf_config[key] for key in _POSITION_KEYS if hf_config.get(key)), None)
-    scaling = next((hf_config[key] for key in _SCALING_KEYS if hf_config.get(key)), {})
+    scaling = rope_settings(hf_config)
     if limit is None or not scaling.get("factor"):
         return limit
     original = scaling.get("original_max_position_embeddings") or limit
@@ -102,8 +128,7 @@ def length_warnings(model: TrainedModel, hf_config: Mapping[str, Any]) -> tuple[
     """
     replaced = model.config.override_config.max_position_embeddings
     own = text_part(hf_config)
-    scaling = next((own[key] for key in _SCALING_KEYS if own.get(key)), {})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = rope_kind(own)
     if replaced is not None and kind not in ("default", "mrope"):
         key = f"{model.key.removesuffix('path')}override_config.max_position_embeddings"
         raise UserError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.config.derived.experts import experts_of
 from tandem.config.derived.latent import latent_of
+from tandem.config.derived.model_types import rope_kind, rope_settings
 from tandem.config.derived.model_values import require_size
 from tandem.config.derived.vision import (
     VISION_FAMILIES,
@@ -210,9 +211,9 @@ def _refuse_sliding_window(hf_config: HfConfig, traits: _Traits) -> None:
 
 
 def _rope_config(hf_config: HfConfig, head_dim: int, *, traits: _Traits) -> RopeConfig | None:
-    parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
+    parameters = dict(rope_settings(hf_config))
     theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or traits.theta
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = rope_kind(hf_config)
     family, axes = seeing_family(hf_config), None
     if family is not None:
         kind = "default" if kind == "mrope" else kind
@@ -265,8 +266,15 @@ def _axes(family: VisionFamily, sections: Sequence[int], *, head_dim: int) -> tu
     return tuple(axes)
 
 
+def _given(parameters: HfConfig, name: str) -> Any:
+    """Return a setting; raise KeyError if it is missing or null."""
+    if parameters.get(name) is None:
+        raise KeyError(name)
+    return parameters[name]
+
+
 def _linear(parameters: HfConfig) -> RopeScaling:
-    return LinearScaling(parameters["factor"])
+    return LinearScaling(_given(parameters, "factor"))
 
 
 def _dynamic(parameters: HfConfig) -> RopeScaling:
@@ -275,16 +283,16 @@ def _dynamic(parameters: HfConfig) -> RopeScaling:
 
 def _llama3(parameters: HfConfig) -> RopeScaling:
     return Llama3Scaling(
-        factor=parameters["factor"],
-        low_freq_factor=parameters["low_freq_factor"],
-        high_freq_factor=parameters["high_freq_factor"],
+        factor=_given(parameters, "factor"),
+        low_freq_factor=_given(parameters, "low_freq_factor"),
+        high_freq_factor=_given(parameters, "high_freq_factor"),
         original_max_position_embeddings=parameters["original_max_position_embeddings"],
     )
 
 
 def _yarn(parameters: HfConfig) -> RopeScaling:
     original = parameters["original_max_position_embeddings"]
-    factor = parameters.get("factor") or parameters["max_position_embeddings"] / original
+    factor = parameters["factor"] or parameters["max_position_embeddings"] / original
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None and mscale and mscale_all:
@@ -313,7 +321,7 @@ def _longrope(parameters: HfConfig) -> RopeScaling:
         stretched = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
         attention_factor = stretched if factor > 1.0 else 1.0
     return LongRopeScaling(
-        short_factor=tuple(parameters["short_factor"]),
+        short_factor=tuple(_given(parameters, "short_factor")),
         attention_factor=attention_factor,
         original_max_position_embeddings=original,
     )

@@ -7,6 +7,7 @@ finds errors without building a model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from tandem.config.derived.adapters import Adapters, read_adapters
 from tandem.config.derived.vision import read_normalisation
 from tandem.config.schema.families import (
+    NATIVE_FAMILIES,
     TEXT_FAMILIES,
     require_family,
     require_value_head,
@@ -39,6 +41,7 @@ from tandem.models.hf import (
     is_known_family,
     open_transformers_model,
     require_causal,
+    require_known_functions,
 )
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import TORCH, Operators
@@ -272,7 +275,7 @@ def _own_config(checked: ModelFolder, role: str) -> DecoderConfig:
 
 def is_local(path: str) -> bool:
     """Return whether a path is a folder of this host, not a name on the hub."""
-    return bool(path) and Path(path).expanduser().is_dir()
+    return bool(path) and os.path.isdir(os.path.expanduser(path))
 
 
 def _found(path: str, trust_remote_code: bool, *, fetches_weights: bool, key: str) -> ModelFolder:
@@ -289,6 +292,8 @@ def _found(path: str, trust_remote_code: bool, *, fetches_weights: bool, key: st
             trust_remote_code=trust_remote_code,
         )
         require_causal(hf_config, key=key, path=str(folder))
+        if hf_config["model_type"] in NATIVE_FAMILIES:
+            require_known_functions(hf_config, key=key, path=str(folder))
     elif own_config.vision is not None:
         colours = read_normalisation(folder)
         if colours is not None:

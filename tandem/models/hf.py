@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.config.derived.model_types import rope_kind
+from tandem.config.derived.vision import text_part
 from tandem.config.schema.families import SEEING_FAMILIES
 from tandem.errors import UserError
 from tandem.models.decoder import Granularity
@@ -68,6 +70,31 @@ def require_causal(hf_config: Mapping[str, Any], *, key: str, path: str) -> None
         remedy="Use a model whose class ends in ForCausalLM, or one that sees: "
         f"{', '.join(SEEING_FAMILIES)}.",
     )
+
+
+def require_known_functions(hf_config: Mapping[str, Any], *, key: str, path: str) -> None:
+    """Raise UserError if transformers lacks the activation or the scaling of rotary positions.
+
+    Args:
+        hf_config: the content of config.json of one of our families.
+    """
+    own = text_part(hf_config)
+    seeing = ("mrope",) if hf_config["model_type"] in SEEING_FAMILIES else ()
+    activations = importlib.import_module("transformers.activations").ACT2FN
+    scalings = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    named = {
+        "hidden_act": (own.get("hidden_act", "silu"), activations),
+        "rope_type": (rope_kind(own), ("default", *seeing, *scalings)),
+    }
+    for name, (value, known) in named.items():
+        if value not in known:
+            raise UserError(
+                key,
+                path,
+                rule=f"{name} {value!r} (config.json) is known neither to tandem nor to "
+                "transformers",
+                remedy="Use the config.json that belongs to the weights.",
+            )
 
 
 class TransformersModel:
@@ -248,7 +275,7 @@ def open_transformers_model(
             model = _draw(hf_config, random_seed, dtype=dtype, **trust)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # transformers' code, or the model's own, may raise anything
         raise UserError(
             KEY,
             str(folder),

@@ -145,6 +145,13 @@ def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         case YarnScaling() as scaling:
             return _yarn(config.theta**exponents, scaling, theta=config.theta)
         case LongRopeScaling(short_factor):
+            if len(short_factor) != len(exponents):
+                raise UserError(
+                    "config.json: short_factor",
+                    short_factor,
+                    rule=f"must have {len(exponents)} numbers, one for each rotary frequency",
+                    remedy="Use the config.json that belongs to the weights.",
+                )
             factors = torch.tensor(short_factor, dtype=torch.float32, device="cpu")
             return 1.0 / (factors * config.theta**exponents)
         case _:

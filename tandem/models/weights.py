@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tandem.config.derived.adapters import ADAPTER_CONFIG, base_of
+from tandem.config.derived.model_types import require_types
+from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, draw_parameter, parameter_shapes
@@ -79,9 +81,13 @@ def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
     """
     if (folder / INDEX_FILE).is_file():
         try:
-            names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _error(folder, f"{INDEX_FILE} cannot be read ({error!r})", key=key) from error
+            index = read_object(folder / INDEX_FILE)
+        except ValueError as error:
+            raise _error(folder, f"{INDEX_FILE} {error}", key=key) from error
+        named = index.get("weight_map")
+        names = set(map(str, named.values())) if isinstance(named, dict) else set[str]()
+        if not names:
+            raise _error(folder, f"{INDEX_FILE} has no weight_map from tensors to files", key=key)
     else:
         names = {WEIGHTS_FILE}
     files = [folder / name for name in sorted(names)]
@@ -274,7 +280,11 @@ def convert_folder(
 
 
 def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
-    """Read config.json. Raise UserError if it is missing or has no model_type."""
+    """Read config.json.
+
+    Raises:
+        UserError: it is missing, has no model_type, or a value of another type than its key.
+    """
     file = folder / "config.json"
     if not file.is_file() and (folder / ADAPTER_CONFIG).is_file():
         rule = f"it is an adapter such as LoRA ({ADAPTER_CONFIG}), not a whole model"
@@ -286,10 +296,11 @@ def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
     if not file.is_file():
         raise _error(folder, "the folder has no config.json", key=key)
     try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
+        hf_config = read_object(file)
     except ValueError as error:
-        raise _error(folder, f"config.json is not valid JSON ({error})", key=key) from error
-    if not isinstance(hf_config, dict) or not isinstance(hf_config.get("model_type"), str):
+        raise _error(folder, f"config.json {error}", key=key) from error
+    require_types(hf_config)
+    if hf_config.get("model_type") is None:
         raise _error(folder, "config.json must have a model_type", key=key)
     return hf_config
 

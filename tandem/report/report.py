@@ -47,6 +47,9 @@ def write_report(
         UserError: the folder has no run, a file in it is damaged, or ``output`` cannot be written.
     """
     page = render(read_run(run_folder), forecast)
+    if output.is_dir():
+        rule = "is a folder"
+        raise UserError("--output", str(output), rule=rule, remedy="Give the path of a file.")
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

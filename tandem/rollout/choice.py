@@ -105,18 +105,19 @@ class EngineChoice:
     reason: str = ""
 
 
-def choose_engine(hf_config: Mapping[str, Any]) -> EngineChoice:
+def choose_engine(hf_config: Mapping[str, Any], *, has_decoder: bool = True) -> EngineChoice:
     """Return the engine that ``rollout.name=auto`` means for a model.
 
     Args:
         hf_config: the content of config.json.
+        has_decoder: False if tandem's decoder does not compute the model, whatever its family.
     """
     family = hf_config["model_type"]
-    if family in NATIVE_FAMILIES:
+    is_ours = family in NATIVE_FAMILIES
+    if is_ours and has_decoder:
         return EngineChoice("native")
-    reason = (
-        f"the native engine computes {', '.join(NATIVE_FAMILIES)} and not models of type {family!r}"
-    )
+    computed = "other models" if is_ours else f"{', '.join(NATIVE_FAMILIES)} and not models"
+    reason = f"the native engine computes {computed} of type {family!r}"
     problem = problem_of("vllm", hf_config)
     if problem is None:
         return EngineChoice("vllm", reason)

@@ -123,7 +123,8 @@ def build_by_family(spec: EngineSpec) -> RolloutEngine:
     """Build the engine that suits the model's family (``choice.choose_engine``)."""
     if spec.model.decoder is not None:
         return build_native(spec)
-    choice = choose_engine({"model_type": spec.model.family, **_hf_config(spec.folder)})
+    hf_config = {"model_type": spec.model.family, **_hf_config(spec.folder)}
+    choice = choose_engine(hf_config, has_decoder=False)
     if choice.name == "hf":
         logger.warning("%s", hf_warning(choice.reason))
     return resolve_name(ENGINES[choice.name])(spec)
@@ -158,6 +159,23 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
         f"(supported: {', '.join(map(str, HEAD_DIMS))})",
         remedy="Set trainer.device=cpu or use another model.",
     )
+
+
+def require_decoder(config: RolloutConfig, decoder: DecoderConfig | None, *, model: str) -> None:
+    """Raise UserError if the native engine is named for a model that tandem does not compute.
+
+    Args:
+        decoder: None for a model that transformers computes.
+        model: the folder of the model.
+    """
+    if config.name == "native" and decoder is None:
+        raise UserError(
+            "actor_rollout_ref.rollout.name",
+            config.name,
+            rule=f"config.json of {model} has an activation, rotary positions or a form of weights "
+            "that tandem's decoder does not compute",
+            remedy="Set it to hf, and transformers generates.",
+        )
 
 
 def require_quantization(

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tandem.errors import UserError
+from tandem.errors import NO_VALUE, UserError
 from tandem.runtime.os_settings import die_with_parent
 
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
 _RETRY_S = 0.05
@@ -66,19 +67,41 @@ class LaunchedNode:
 
 
 def launched_node(environment: Mapping[str, str]) -> LaunchedNode | None:
-    """Return the place of this process in torchrun's launch; None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in environment:
+    """Return the place of this process in torchrun's launch; None without torchrun.
+
+    Raises:
+        UserError: torchrun's environment variables are incomplete, or not what it sets.
+    """
+    if _RUN_ID not in environment:
         return None
     return LaunchedNode(
-        local_rank=int(environment["LOCAL_RANK"]),
-        num_processes=int(environment["LOCAL_WORLD_SIZE"]),
-        node_rank=int(environment["GROUP_RANK"]),
-        num_nodes=int(environment["GROUP_WORLD_SIZE"]),
-        restarts=int(environment["TORCHELASTIC_RESTART_COUNT"]),
-        master_addr=environment["MASTER_ADDR"],
-        master_port=int(environment["MASTER_PORT"]),
-        has_store=environment["TORCHELASTIC_USE_AGENT_STORE"] == "True",
+        local_rank=_number(environment, "LOCAL_RANK"),
+        num_processes=_number(environment, "LOCAL_WORLD_SIZE"),
+        node_rank=_number(environment, "GROUP_RANK"),
+        num_nodes=_number(environment, "GROUP_WORLD_SIZE"),
+        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT"),
+        master_addr=_variable(environment, "MASTER_ADDR"),
+        master_port=_number(environment, "MASTER_PORT"),
+        has_store=_variable(environment, "TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str:
+    if name not in environment:
+        raise _not_torchruns(name, NO_VALUE, rule="is not set, which torchrun sets")
+    return environment[name]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = _variable(environment, name)
+    if not (value.isascii() and value.isdigit()):
+        raise _not_torchruns(name, value, rule="is not a number, which torchrun sets")
+    return int(value)
+
+
+def _not_torchruns(name: str, value: object, *, rule: str) -> UserError:
+    remedy = f"Start the command with torchrun, or unset {_RUN_ID} to run it without torchrun."
+    return UserError(f"environment variable {name}", value, rule=rule, remedy=remedy)
 
 
 def run_as_launched(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
@@ -105,7 +128,7 @@ def with_launched_devices(arguments: Sequence[str]) -> list[str]:
     node = launched_node(os.environ)
     if node is None:
         return list(arguments)
-    if node.num_nodes * node.num_processes != int(os.environ["WORLD_SIZE"]):
+    if node.num_nodes * node.num_processes != _number(os.environ, "WORLD_SIZE"):
         raise UserError(
             "torchrun --nproc_per_node",
             node.num_processes,

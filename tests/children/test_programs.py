@@ -234,6 +234,11 @@ FILES = [
     ("- {name: a, _target_: a.b, reward: mine}", "reward='mine' is neither function nor agent"),
     ("- {name: a, _target_: a.b, max_running: 0}", "max_running=0 is not a number above 0"),
     ("- {name: a, _target_: a.b}\n- {name: a, _target_: a.b}", "entry 1: the name 'a' is taken"),
+    ("- {name: a, kind: command, argv: [ls], 1: 2, x: 1}", "entry 0: has an unknown field 1"),
+    ("- {name: a, kind: command, reward: [1]}", r"reward=\[1\] is neither function nor agent"),
+    ("- {name: a, _target_: a.b, reward: {}}", "reward={} is neither function nor agent"),
+    ("- {name: a, _target_: a.b, 1: 2}", "entry 0: has a field whose name is no text"),
+    ("- &a {name: a, _target_: a.b, of: *a}", "is not valid YAML .a value contains itself"),
     ("- {name: a", "is not valid YAML"),
 ]
 

@@ -550,13 +550,18 @@ def test_files_of_functions_that_cannot_be_used(tmp_path: Path, source: str) -> 
         start(EnvironmentSetup(function_path=str(file)))
 
 
-def test_a_process_that_ends_before_it_has_the_tools_is_a_failure_in_one_line(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("source", "code"), [("import os\nos._exit(5)", 5), ("raise KeyboardInterrupt", 130)]
+)
+def test_a_process_that_ends_before_it_has_the_tools_is_a_failure_that_names_the_file(
+    tmp_path: Path, source: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "fatal.py"
-    file.write_text("import os\nos._exit(5)\n")
-    with pytest.raises(RunFailure, match="environment process did not start: .* exit code 5"):
+    file.write_text(source)
+    loads = rf"exit code {code}; it loads actor_.*function_tool_path='{file}'"
+    with pytest.raises(RunFailure, match=f"environment process did not start: .* {loads}"):
         start(EnvironmentSetup(function_path=str(file)))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_class_that_cannot_be_imported_names_the_class() -> None:
@@ -570,6 +575,8 @@ BAD_FILES = {
     "tool: []": "has no list under 'tools'",
     "tools: [{config: {}}]": r"tools\[0\] has no class_name",
     "tools: [{class_name: a.B, confg: {}}]": r"tools\[0\] has an unknown field 'confg'",
+    "tools: [{class_name: a.B, 1: 2, zoo: 3}]": r"tools\[0\] has an unknown field 1\.",
+    "tools: &a [*a]": "is not valid YAML .a value contains itself, or is nested too deeply",
     "tools: [{class_name: B}]": "is not package.module.Class",
     "tools: [{config: {type: mcp}}]": "has no mapping mcp with servers",
     "tools: [{class_name: a.B, config: {type: x}}]": "the type is 'x', with the fields class_name",

@@ -8,17 +8,17 @@ file reads only JSON. Sizes and values of adapters are in the room ``models``.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.vision import TEXT_MODULES
+from tandem.config.parse.json_content import read_object
 from tandem.config.schema.model import ModelConfig
 from tandem.errors import UserError
 
@@ -259,7 +259,7 @@ def read_adapters(folder: Path, *, key: str, section: str) -> Adapters:
 def base_of(folder: Path) -> str:
     """Return the path or name of an adapter's base model; "" if it does not say one."""
     try:
-        content = _parsed(folder)
+        content = read_object(folder / ADAPTER_CONFIG)
     except (OSError, ValueError):
         content = {}
     return str(content.get("base_model_name_or_path") or "")
@@ -269,12 +269,14 @@ def _read_description(folder: Path, *, key: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise _error(folder, "no such folder", key=key, remedy="Name a folder that peft saved.")
     try:
-        content = _parsed(folder)
+        content = read_object(folder / ADAPTER_CONFIG)
     except FileNotFoundError as error:
         remedy = "Name a folder that peft saved."
         raise _error(folder, f"it has no {ADAPTER_CONFIG}", key=key, remedy=remedy) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise _error(folder, f"{ADAPTER_CONFIG} cannot be read ({error})", key=key) from error
+    except ValueError as error:
+        raise _error(folder, f"{ADAPTER_CONFIG} {error}", key=key) from error
     if content.get("peft_type") != "LORA":
         kind = content.get("peft_type")
         raise _error(folder, f"{ADAPTER_CONFIG}: peft_type={kind}: only LORA is built", key=key)
@@ -282,12 +284,6 @@ def _read_description(folder: Path, *, key: str) -> dict[str, Any]:
         remedy = "Save it as safetensors."
         raise _error(folder, f"it has no {ADAPTER_WEIGHTS}", key=key, remedy=remedy)
     return content
-
-
-def _parsed(folder: Path) -> dict[str, Any]:
-    """Return a description as JSON; {} if it is another value than an object."""
-    content: Any = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return cast(dict[str, Any], content) if isinstance(content, dict) else {}
 
 
 def _rule(value: Any) -> Rule:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.derived.model_types import rope_kind, rope_settings
 from tandem.config.derived.model_values import require_size
 
 _FAMILIES = ("deepseek_v2", "deepseek_v3")
@@ -92,11 +93,8 @@ def latent_of(hf_config: Mapping[str, Any]) -> LatentConfig | None:
 
 def _score_scale(hf_config: Mapping[str, Any]) -> float:
     """Return the square of YaRN's factor for all dimensions, by which DeepSeek scales scores."""
-    parameters: Mapping[str, Any] = (
-        hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = rope_settings(hf_config)
     scale, factor = parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
-    if kind == "default" or not scale or factor <= 1:
+    if rope_kind(hf_config) == "default" or not scale or factor <= 1:
         return 1.0
     return (0.1 * scale * math.log(factor) + 1.0) ** 2

@@ -7,12 +7,12 @@ and normalisation from preprocessor_config.json. The file does not import torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -253,16 +253,13 @@ def read_preprocessor(folder: Path) -> Mapping[str, Any]:
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = None
-    if isinstance(content, dict):
-        return cast(dict[str, Any], content)
-    raise UserError(
-        str(path),
-        rule="it cannot be read as a mapping in JSON",
-        remedy=f"Use the {path.name} that belongs to the weights.",
-    )
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            str(path),
+            rule="it cannot be read as a mapping in JSON",
+            remedy=f"Use the {path.name} that belongs to the weights.",
+        ) from error
 
 
 def read_pixel_bounds(folder: Path) -> tuple[int, int]:
@@ -313,7 +310,7 @@ def _require_sizes(values: Mapping[str, Any]) -> None:
                 continue
             rule = f"must be one of {', '.join(_ACTIVATIONS)}"
         elif key in lists:
-            if all(isinstance(x, int) and 0 <= x < values["depth"] for x in value):
+            if _are_blocks(value, values["depth"]):
                 continue
             rule = "must be indices of blocks, below depth"
         elif isinstance(value, int) and value > 0:
@@ -326,6 +323,11 @@ def _require_sizes(values: Mapping[str, Any]) -> None:
         raise _error("hidden_size", values["hidden_size"], rule=rule)
     if values["in_channels"] != 3:
         raise _error("in_channels", values["in_channels"], rule="must be 3 (red, green, blue)")
+
+
+def _are_blocks(value: Any, depth: int) -> bool:
+    every = cast(list[Any], value) if isinstance(value, list | tuple) else [None]
+    return all(isinstance(x, int) and 0 <= x < depth for x in every)
 
 
 def _error(key: str, value: Any, *, rule: str) -> UserError:

@@ -39,6 +39,7 @@ from tandem.config.parse.messages import (
     unknown_key,
 )
 from tandem.config.parse.names import ALIASES, chooses_built_option
+from tandem.config.parse.yaml_content import short_cause
 from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
 from tandem.config.schema.megatron import MEGATRON_IGNORED, SPELLINGS, STRATEGY, is_closed
@@ -268,6 +269,7 @@ class _Written:
         is_other = name != assignment.name and assignment.name not in SPELLINGS
         if is_other and name not in self.spellings:
             self.warnings.append(f"{assignment.name} is read as {name}")
+        self._forget_below(name)
         self.spellings[name] = assignment.name
         self._keep(name, assignment)
         _put(self.tree, name, value=assignment.value)
@@ -279,13 +281,20 @@ class _Written:
             by_spelling.clear()
         by_spelling[assignment.name] = assignment
 
-    def _reset(self, name: str) -> None:
-        for known in [k for k in self.spellings if k == name or k.startswith(f"{name}.")]:
+    def _forget_below(self, name: str) -> None:
+        """Forget the keys below a key, which its new value replaces."""
+        for known in [known for known in self.spellings if known.startswith(f"{name}.")]:
             del self.spellings[known], self._latest[known]
+
+    def _reset(self, name: str) -> None:
+        self._forget_below(name)
+        self.spellings.pop(name, None)
+        self._latest.pop(name, None)
         *sections, last = name.split(".")
         node = self.tree
         for section in sections:
-            node = node.get(section, {})
+            below: object = node.get(section)
+            node = cast(Tree, below) if isinstance(below, dict) else {}
         node.pop(last, None)
         self._put_defaults(name)
 
@@ -373,8 +382,13 @@ def _resolve(schema: type[BaseModel], tree: Tree) -> Tree:
     for name, (default, _) in ignored_table(schema).items():
         if default != {}:
             _put(defaults, name, value=default)
-    full = OmegaConf.create(_merged(defaults, tree))
-    return _resolved(tree, full, name="")
+    merged = _merged(defaults, tree)
+    try:
+        full = OmegaConf.create(merged)
+    except (OmegaConfBaseException, RecursionError) as error:
+        name = str(getattr(error, "full_key", None) or "keys")
+        raise UserError(name, rule=_unresolved(error), remedy="Correct its value.") from error
+    return _resolved(tree, full)
 
 
 def _now(form: str) -> str:
@@ -397,24 +411,28 @@ def _merged(defaults: Any, tree: Any) -> Any:
     return ours | {name: _merged(ours.get(name), value) for name, value in theirs.items()}
 
 
-def _resolved(value: Any, node: Any, *, name: str) -> Any:
-    """Return ``value`` with each interpolated leaf replaced by its resolved value in ``node``."""
-    if isinstance(value, dict):
-        entries = cast(Tree, value)
-        return {
-            key: _resolved(entry, node, name=f"{name}.{key}" if name else key)
-            for key, entry in entries.items()
-        }
-    if not _has_interpolation(value):
-        return value
+def _resolved(tree: Tree, full: Any, *, prefix: str = "") -> Tree:
+    """Return ``tree`` with each interpolated leaf replaced by its resolved value in ``full``."""
+    resolved: Tree = {}
+    for part, value in tree.items():
+        if isinstance(value, dict):
+            below = cast(Tree, value)
+            resolved[part] = _resolved(below, full[part], prefix=f"{prefix}{part}.")
+        elif _has_interpolation(value):
+            resolved[part] = _resolved_leaf(value, full, prefix=prefix, part=part)
+        else:
+            resolved[part] = value
+    return resolved
+
+
+def _resolved_leaf(value: Any, full: Any, *, prefix: str, part: str) -> Any:
     try:
-        found = OmegaConf.select(node, name, throw_on_resolution_failure=True)
+        found = full[part]
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-    except OmegaConfBaseException as error:
-        cause = str(error).splitlines()[0]
-        raise UserError(
-            name,
-            value,
-            rule=f"cannot be resolved ({cause})",
-            remedy="Write the value itself.",
-        ) from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        name, remedy = f"{prefix}{part}", "Write the value itself."
+        raise UserError(name, value, rule=_unresolved(error), remedy=remedy) from error
+
+
+def _unresolved(error: Exception) -> str:
+    return f"cannot be resolved ({short_cause(error)})"

@@ -8,17 +8,15 @@ Interpolations are resolved later.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from tandem.config.parse.grammar import Assignment, Mode
+from tandem.config.parse.yaml_content import read_yaml
 from tandem.config.schema.verl_defaults import VERL_DEFAULTS
 from tandem.errors import UserError
 
@@ -47,8 +45,8 @@ def load_recipe(name: str) -> Loaded:
     Raises:
         UserError: the file does not exist or is not a YAML mapping.
     """
-    path = Path(name).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(name))
+    if not os.path.isfile(path):  # which a name that is too long is not
         raise UserError(
             repr(name), rule="no such recipe file", remedy="Check the path, or write key=value."
         )
@@ -167,22 +165,14 @@ def _below(loaded: Loaded, package: str) -> Loaded:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        loaded = OmegaConf.load(path)
-    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(
-            repr(str(path)),
-            rule=f"not a readable YAML file ({cause})",
-            remedy="Correct the file.",
-        ) from error
-    if not isinstance(loaded, DictConfig):
+    content = read_yaml(str(path), resolved=False)
+    if not isinstance(content, dict):
         raise UserError(
             repr(str(path)),
             rule="must hold keys and values (key: value)",
             remedy="Correct the file.",
         )
-    return cast(dict[str, Any], OmegaConf.to_container(loaded, resolve=False))
+    return cast(dict[str, Any], content)
 
 
 def _cleaned(value: Any) -> Any:

@@ -183,6 +183,8 @@ def test_adapters_answer_with_their_base(
     ("words", "message"),
     [
         (("RUN", ""), "PROMPT='': is empty"),
+        (("RUN", "\udcff\ud800"), "PROMPT=.*: is not valid UTF-8"),
+        (("RUN", "x", "--seed", "-1"), "--seed=-1: must be at least 0"),
         (("RUN", " \n"), "is empty"),
         (("RUN", "hi", "-n", "0"), "-n=0: must be at least 1"),
         (("RUN", "hi", "--greedy", "-n", "2"), "-n=2: greedy responses .* are all the same"),
@@ -211,3 +213,10 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
     with pytest.raises(UserError, match=message) as caught:
         run(parse([where, *words[1:]]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["5", "[]", "null", "[" * 5000, '"model_type"'])
+def test_a_folder_whose_config_is_no_object_is_no_model(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match="RUN=.*: has no checkpoint"):
+        parse([str(tmp_path), ASKED])

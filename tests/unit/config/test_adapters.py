@@ -139,8 +139,9 @@ def test_l13_saved_adapters_of_other_kinds_are_refused(
 @pytest.mark.parametrize(
     ("content", "weights", "message"),
     [
-        ("{", True, f"{ADAPTER_CONFIG} cannot be read"),
-        ("[]", True, "peft_type=None: only LORA is built"),
+        ("{", True, f"{ADAPTER_CONFIG} is not valid JSON"),
+        ("[]", True, f"{ADAPTER_CONFIG} is not a JSON object"),
+        ("{}", True, "peft_type=None: only LORA is built"),
         (SAVED, False, f"it has no {ADAPTER_WEIGHTS}"),
     ],
 )

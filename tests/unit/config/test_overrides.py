@@ -15,6 +15,8 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
+TEMPLATE = "data.apply_chat_template_kwargs"
+
 
 def load(*arguments: str) -> LoadedConfig[RunConfig]:
     return load_config(RunConfig, arguments)
@@ -82,6 +84,21 @@ def test_free_form_sections_take_any_key() -> None:
     assert loaded.unknown_keys == ()
     read = load("+data.apply_chat_template_kwargs.a.b=4").config
     assert read.data.apply_chat_template_kwargs == {"a": {"b": 4}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        ([f"+{TEMPLATE}.a=1", f"{TEMPLATE}={{}}"], {}),
+        ([f"+{TEMPLATE}.a=1", f"{TEMPLATE}={{b:2}}", f"+{TEMPLATE}.c=3"], {"b": 2, "c": 3}),
+        ([f"+{TEMPLATE}.a.b=1", f"+{TEMPLATE}.a=5"], {"a": 5}),
+        ([f"+{TEMPLATE}.a=5", f"+{TEMPLATE}.a.b=1"], {"a": {"b": 1}}),
+        ([f"+{TEMPLATE}.a=5", f"~{TEMPLATE}.a.b"], {"a": 5}),
+    ],
+)
+def test_a_later_value_replaces_what_is_below_it(arguments: list[str], left: object) -> None:
+    loaded = load_config(RunConfig, arguments)
+    assert loaded.config.data.apply_chat_template_kwargs == left
 
 
 def test_a_mapping_sets_the_keys_of_a_section() -> None:
@@ -287,6 +304,11 @@ def test_a_configuration_is_frozen() -> None:
         (["trainer.resume_mode=no"], "auto, disable, resume_path. Set trainer.resume_mode=auto"),
         (["trainer=5"], "trainer=5: is a section, not a key. Set one of its keys, e.g. trainer."),
         (["trainer.experiment_name=${trainer.nothing}"], "cannot be resolved"),
+        (["trainer.experiment_name='${'"], "trainer.experiment_name: cannot be resolved (no viabl"),
+        ([f"+{TEMPLATE}.a=['${{x']"], f"{TEMPLATE}.a[0]: cannot be resolved"),
+        ([f"+{TEMPLATE}.a=1", f"{TEMPLATE}=5"], f"{TEMPLATE}=5: must be a mapping"),
+        ([f"+{TEMPLATE}.a=1", f"{TEMPLATE}=null"], f"{TEMPLATE}=None: must be a mapping"),
+        ([f"{TEMPLATE}=5", f"~{TEMPLATE}.a"], f"{TEMPLATE}=5: must be a mapping"),
         (["nowhere.yaml"], "'nowhere.yaml': no such recipe file."),
     ],
 )

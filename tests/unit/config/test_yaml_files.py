@@ -126,3 +126,28 @@ def test_defaults_of_another_form_are_refused(tmp_path: Path, defaults: str) -> 
 def test_hydras_own_groups_in_defaults_are_skipped(tmp_path: Path) -> None:
     recipe = write(tmp_path / "mine.yaml", "defaults: [override hydra/job_logging: none]\n")
     assert load_config(RunConfig, [str(recipe)]).warnings == ()
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "data: &a {b: *a}", "a: " + "[" * 2000])
+def test_a_recipe_that_contains_itself_is_refused_in_a_short_line(
+    tmp_path: Path, text: str
+) -> None:
+    recipe = write(tmp_path / "mine.yaml", text)
+    with pytest.raises(UserError, match="is not valid YAML .a value contains itself, or") as caught:
+        load_config(RunConfig, [str(recipe)])
+    assert len(str(caught.value)) < 200 + len(str(recipe))
+
+
+def test_a_mapping_with_numbers_and_dots_as_keys_may_refer_to_other_keys(tmp_path: Path) -> None:
+    recipe = write(
+        tmp_path / "mine.yaml",
+        "data: {seed: 7, apply_chat_template_kwargs: {a: {1: '${data.seed}', x.y: 2}}}",
+    )
+    config = load_config(RunConfig, [str(recipe)]).config
+    assert config.data.apply_chat_template_kwargs == {"a": {1: 7, "x.y": 2}}
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".yaml", "~nobody-has-this-name/x.yaml"])
+def test_a_name_that_no_recipe_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(UserError, match="no such recipe file"):
+        load_config(RunConfig, [name])

@@ -59,6 +59,23 @@ def test_a_missing_file_is_reported_under_its_key() -> None:
         read_rows(["/nowhere/x.parquet"], key="data.val_files")
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("x" * 300, "it cannot be found .File name too long."),
+        ("/dev/null", "no such file"),
+        ("/dev/null/x.jsonl", "no such file"),
+        ("a\0b.jsonl", "no such file"),
+        ("~nobody-has-this-name/x.jsonl", "no such file"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(name: str, rule: str) -> None:
+    for read in (count_rows, read_rows):
+        with pytest.raises(UserError, match=rf"^data\.train_files='.*': {rule}\. ") as caught:
+            read([name])
+        assert "\n" not in str(caught.value)
+
+
 def test_no_file_at_all_is_an_error() -> None:
     with pytest.raises(UserError, match=r"^data\.train_files=\[\]"):
         count_rows([])

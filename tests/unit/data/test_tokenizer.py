@@ -107,6 +107,56 @@ def test_a_damaged_generation_config_is_named(folder: Path) -> None:
         load_codec(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", "[]", r"generation_config\.json is not a JSON object\. Correct"),
+        ("generation_config.json", "5", r"generation_config\.json is not a JSON object"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", "5", r"tokenizer_config\.json is not a JSON object"),
+        ("tokenizer.json", "[]", "the tokenizer cannot be loaded"),
+        ("tokenizer.json", "5", "the tokenizer cannot be loaded"),
+    ],
+)
+def test_a_file_that_is_no_object_is_named(
+    folder: Path, name: str, content: str, message: str
+) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=f"^actor_rollout_ref.model.path.*{message}") as caught:
+        load_codec(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", ["x", [[1]], -3, 1.5, True, [2, None], 10**30])
+def test_ends_of_response_that_are_no_tokens_are_refused(folder: Path, ids: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(UserError, match=r"eos_token_id=.* must be a token id or a list of them\."):
+        load_codec(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("chat_template", 5, "chat_template=5 in .* must be a text or a list of mappings or null"),
+        ("chat_template", [5], "the tokenizer cannot be loaded .TypeError"),
+        ("eos_token", 5, "eos_token=5 in .* must be a text or a mapping or null"),
+        ("added_tokens_decoder", 5, "added_tokens_decoder=5 in .* must be a mapping or null"),
+        ("model_max_length", "x", "model_max_length='x' in .* must be a number or null"),
+        ("extra_special_tokens", 5, "extra_special_tokens=5 in .* must be a list or a mapping"),
+        ("padding_side", "up", "the tokenizer cannot be loaded .ValueError: Padding side"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(
+    folder: Path, name: str, value: object, message: str
+) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=message) as caught:
+        load_codec(str(folder))
+    assert "\n" not in str(caught.value)
+
+
 def test_without_a_chat_template_messages_are_an_error(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     codec = load_codec(str(folder))
@@ -142,7 +192,10 @@ def test_a_chat_template_reaches_no_python(
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model", "~/nowhere/model", "./nowhere", "a/b/c"])
+@pytest.mark.parametrize(
+    "path",
+    ["/nowhere/model", "~/nowhere/model", "./nowhere", "a/b/c", "x" * 300, "~nobody-has-this/x"],
+)
 def test_a_folder_that_is_not_there_is_an_error(path: str) -> None:
     with pytest.raises(UserError, match=r"^model\.path='.*no such folder"):
         load_codec(path, key="model.path")

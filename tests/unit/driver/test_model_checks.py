@@ -130,8 +130,14 @@ def test_a_token_without_an_embedding_is_refused() -> None:
 
 
 def test_a_model_without_an_end_token_is_refused_unless_none_is_wanted() -> None:
-    rollout = RunConfig().actor_rollout_ref.rollout
+    rollout, known = RunConfig().actor_rollout_ref.rollout, {"vocab_size": 8}
     with pytest.raises(UserError, match=r"k='m': neither its tokenizer nor .* names an end token"):
-        require_end((), rollout, path="m", key="k")
-    require_end((), rollout.model_copy(update={"ignore_eos": True}), path="m", key="k")
-    require_end((2,), rollout, path="m", key="k")
+        require_end((), rollout, hf_config=known, path="m", key="k")
+    with pytest.raises(UserError, match=r"k='m': its end token 8 is none of its 8 tokens"):
+        require_end((8, 9), rollout, hf_config=known, path="m", key="k")
+    endless = rollout.model_copy(update={"ignore_eos": True})
+    assert require_end((), endless, hf_config=known, path="m", key="k") == ()
+    assert require_end((2,), rollout, hf_config=known, path="m", key="k") == ()
+    assert require_end((9,), rollout, hf_config={}, path="m", key="k") == ()
+    (caution,) = require_end((2, 9), rollout, hf_config=known, path="m", key="k")
+    assert caution.startswith("k='m': the end token 9 in generation_config.json is none of the")

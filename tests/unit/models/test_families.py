@@ -128,7 +128,16 @@ def test_missing_size_is_named(value):
         decoder_config(broken)
 
 
-def test_missing_rope_key_is_named():
-    scaling = {"rope_type": "llama3", "factor": 8.0}
-    with pytest.raises(UserError, match="'low_freq_factor' is missing"):
+@pytest.mark.parametrize(
+    ("scaling", "name"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ({"rope_type": "linear", "factor": None}, "factor"),
+        ({"type": "yarn"}, "factor"),
+        ({"type": "longrope", "long_factor": [1.0]}, "short_factor"),
+    ],
+)
+def test_missing_rope_key_is_named(scaling, name):
+    """transformers refuses these, too."""
+    with pytest.raises(UserError, match=f"the key '{name}' is missing"):
         decoder_config({"model_type": "llama", **SIZES, "rope_scaling": scaling})

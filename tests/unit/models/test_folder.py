@@ -41,6 +41,10 @@ def test_mistakes_are_named(tmp_path):
     config = tmp_path / "config.json"
     config.write_text("{")
     assert_refused(tmp_path, "config.json is not valid JSON")
+    config.write_text("[" * 5000)
+    assert_refused(tmp_path, "config.json is not valid JSON .it is nested too deeply")
+    config.write_text("5")
+    assert_refused(tmp_path, "config.json is not a JSON object")
     config.write_text("{}")
     assert_refused(tmp_path, "config.json must have a model_type")
     config.write_text('{"model_type": "marvellous"}')
@@ -51,6 +55,19 @@ def test_mistakes_are_named(tmp_path):
     config.write_text(json.dumps({"model_type": "qwen2", **SIZES}))
     assert_refused(tmp_path, "the folder has no model.safetensors")
     assert check_folder(str(tmp_path), load_weight=False).decoder_config is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_act": "foo"}, "hidden_act 'foo' .config.json. is known neither to tandem nor to"),
+        ({"rope_scaling": {"rope_type": "foo"}}, "rope_type 'foo' .config.json. is known neither"),
+    ],
+)
+def test_a_function_that_nobody_knows_is_refused(values, message, tmp_path):
+    content = {"model_type": "qwen2", **SIZES, **values}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert_refused(tmp_path, message, load_weight=False)
 
 
 def test_the_key_of_the_message_can_be_another(tmp_path):

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
 from tandem.models.operators import rotate
-from tandem.models.rotary import Rotary
+from tandem.models.rotary import LongRopeScaling, RopeConfig, Rotary
 from tests.unit.models.tiny_models import (
     NATIVE,
     SIZES,
@@ -118,3 +118,9 @@ def test_angles_are_computed_in_fp32_also_for_bfloat16():
     exact = rotary.angles(positions, torch.float32)
     for ours, fp32 in zip(rotary.angles(positions, torch.bfloat16), exact, strict=True):
         assert torch.equal(ours, fp32.bfloat16())
+
+
+def test_factors_of_another_number_than_the_frequencies_are_refused():
+    config = RopeConfig(1e4, LongRopeScaling((1.0,), 1.0, 64))
+    with pytest.raises(UserError, match=r"config.json: short_factor=\[1.0\]: must have 8 numbers"):
+        Rotary(config, 16)

@@ -261,7 +261,8 @@ def test_sizes_and_names_of_a_tower_are_checked(tmp_path):
         "hidden_size": (36, "must be a multiple of four times num_heads"),
         "in_channels": (1, "must be 3"),
     }
-    for key, (value, rule) in broken.items():
+    rules = [*broken.items(), ("deepstack_visual_indexes", (5, "must be indices of blocks"))]
+    for key, (value, rule) in rules:
         wrong = {**config, "vision_config": {**config["vision_config"], key: value}}
         with pytest.raises(UserError, match=f"config.json: vision_config.{key}=.*{rule}"):
             decoder_config(wrong)

@@ -131,9 +131,15 @@ def test_broken_files_are_named(tmp_path):
     (tmp_path / INDEX_FILE).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     with pytest.raises(UserError, match=r"no model-00001-of-00002\.safetensors"):
         open_fp32(tmp_path)
-    (tmp_path / INDEX_FILE).write_text("[]")
-    with pytest.raises(UserError, match="index.json cannot be read"):
-        open_fp32(tmp_path)
+    for content, rule in [
+        ("[]", "is not a JSON object"),
+        ("[" * 5000, "is not valid JSON .it is nested too deeply"),
+        ("{}", "has no weight_map from tensors to files"),
+        ('{"weight_map": {"a": 5}}', "the folder has no 5"),
+    ]:
+        (tmp_path / INDEX_FILE).write_text(content)
+        with pytest.raises(UserError, match=rf"model\.path=.*{rule}"):
+            open_fp32(tmp_path)
 
 
 def test_an_unwritable_folder_is_an_os_error(tmp_path):

@@ -297,6 +297,14 @@ def test_an_output_that_cannot_be_written(tmp_path):
         write_report(tmp_path, tmp_path / "file" / "report.html")
 
 
+@pytest.mark.parametrize("name", ["", "..", "/"])
+def test_an_output_that_is_a_folder(tmp_path, name):
+    _metrics(tmp_path, 1)
+
+    with pytest.raises(UserError, match="--output=.*is a folder. Give the path of a file"):
+        write_report(tmp_path, tmp_path / name)
+
+
 def test_the_command_prints_the_path_of_the_report(tmp_path, capsys):
     _metrics(tmp_path, 2)
 

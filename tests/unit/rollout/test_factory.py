@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,13 @@ from tandem.errors import UserError
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import CPU, Platform
-from tandem.rollout.factory import EngineSpec, build_engine, require_quantization, require_recording
+from tandem.rollout.factory import (
+    EngineSpec,
+    build_engine,
+    require_decoder,
+    require_quantization,
+    require_recording,
+)
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.rollout.hf import HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
@@ -78,6 +86,20 @@ def test_transformers_generates_for_our_families_if_it_is_named(qwen2_folder: Pa
     requests = [GenerationRequest((0, 1), PROMPTS[0], replace(GREEDY, temperature=1.0))]
     found, expected = (_tokens(one, requests) for one in (rollout, native))
     assert found == expected
+
+
+def test_transformers_generates_for_models_of_our_families_that_we_do_not_compute(
+    qwen2_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(qwen2_folder, tmp_path / "model"))
+    content = json.loads((folder / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (folder / "config.json").write_text(json.dumps(content))
+    model = open_model(str(folder), dtype=torch.float32, device="cpu")
+    spec = EngineSpec(model, folder, RolloutConfig(), (0,), CPU)
+    assert isinstance(build_engine(spec), HfRolloutEngine)
+    with pytest.raises(UserError, match="rollout.name='native': .* Set it to hf, and transformers"):
+        require_decoder(RolloutConfig(name="native"), None, model="m")
+    require_decoder(RolloutConfig(), None, model="m")
 
 
 def _tokens(rollout: Rollout, requests: list[GenerationRequest]) -> dict[int, list[int]]:

@@ -49,6 +49,24 @@ def test_a_key_that_contradicts_torchrun_is_refused() -> None:
         with_launched_devices(["+trainer.nnodes=1"])
 
 
+@pytest.mark.parametrize("name", [name for name in LAUNCH if name != "TORCHELASTIC_RUN_ID"])
+def test_a_variable_of_torchrun_that_is_missing_is_named(
+    name: str, launched: pytest.MonkeyPatch
+) -> None:
+    launched.delenv(name)
+    with pytest.raises(UserError, match=f"variable {name}: is not set, which torchrun sets. Start"):
+        with_launched_devices([])
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.5"])
+def test_a_variable_of_torchrun_that_is_no_number_is_refused(
+    value: str, launched: pytest.MonkeyPatch
+) -> None:
+    launched.setenv("LOCAL_RANK", value)
+    with pytest.raises(UserError, match=f"LOCAL_RANK='{value}': is not a number"):
+        run_as_launched(len, [])
+
+
 def test_nodes_with_different_numbers_of_processes_are_refused(
     launched: pytest.MonkeyPatch,
 ) -> None:
