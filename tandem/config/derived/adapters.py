@@ -207,7 +207,7 @@ def adapters_of(model: ModelConfig, *, section: str) -> Adapters | None:
 def _saved(model: ModelConfig, *, section: str) -> Adapters:
     """Return the adapters of the folder ``lora_adapter_path``."""
     key = f"{section}.lora_adapter_path"
-    folder = Path(model.lora_adapter_path or "").expanduser()
+    folder = Path(os.path.expanduser(model.lora_adapter_path or ""))
     found = read_adapters(folder, key=key, section=section)
     if model.lora_rank not in (0, found.rank):
         raise UserError(

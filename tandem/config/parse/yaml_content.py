@@ -6,6 +6,7 @@ Each failure is one line with a short cause.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def read_yaml(path: str, *, key: str | None = None, resolved: bool) -> Any:
         UserError: there is no such file, or its content is not YAML.
     """
     try:
-        content = OmegaConf.load(Path(path).expanduser())
+        content = OmegaConf.load(Path(os.path.expanduser(path)))
         return OmegaConf.to_container(content, resolve=resolved)
     except FileNotFoundError as error:
         raise _refused(path, key, rule="no such file", remedy="Correct the path.") from error

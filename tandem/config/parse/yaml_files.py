@@ -75,7 +75,7 @@ def _verl_defaults(name: str) -> tuple[Assignment, ...]:
 
 
 def _load_named(config_path: str, name: str) -> Loaded:
-    path = Path(config_path).expanduser() / f"{name}.yaml"
+    path = Path(os.path.expanduser(config_path)) / f"{name}.yaml"
     is_file = path.is_file() and (bool(config_path) or name not in VERL_DEFAULTS)
     implied: tuple[Assignment, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -174,14 +174,14 @@ def _import_path(section: str, path: str) -> ModuleType:
         raise UserError(
             f"{section}.path",
             path,
-            rule=f"does not import: {describe(error, [str(Path(path).expanduser())])}",
+            rule=f"does not import: {describe(error, [str(Path(os.path.expanduser(path)))])}",
             remedy="Correct the file.",
         ) from error
 
 
 @cache  # two functions of one file share its module
 def _import_file(section: str, path: str) -> ModuleType:
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise UserError(f"{section}.path", path, rule="no such file", remedy="Correct the path.")
     # The file may import its neighbours. They come last, so that they hide no other module.

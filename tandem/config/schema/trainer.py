@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,7 +199,7 @@ class TrainerConfig(BaseModel):
     def run_folder(self) -> Path:
         """``default_local_dir``, or ``checkpoints/<project>/<experiment>``; ``~`` expanded."""
         if self.default_local_dir is not None:
-            return Path(self.default_local_dir).expanduser()
+            return Path(os.path.expanduser(self.default_local_dir))
         return Path("checkpoints") / self.project_name / self.experiment_name
 
     @property
@@ -210,19 +211,19 @@ class TrainerConfig(BaseModel):
     def rollout_data_folder(self) -> Path:
         """``rollout_data_dir`` with ``~`` expanded; the key must be set."""
         assert self.rollout_data_dir is not None, "trainer.rollout_data_dir is not set"
-        return Path(self.rollout_data_dir).expanduser()
+        return Path(os.path.expanduser(self.rollout_data_dir))
 
     @property
     def validation_data_folder(self) -> Path:
         """``validation_data_dir`` with ``~`` expanded; the key must be set."""
         assert self.validation_data_dir is not None, "trainer.validation_data_dir is not set"
-        return Path(self.validation_data_dir).expanduser()
+        return Path(os.path.expanduser(self.validation_data_dir))
 
     @property
     def resume_folder(self) -> Path:
         """``resume_from_path`` with ``~`` expanded; the key must be set."""
         assert self.resume_from_path is not None, "trainer.resume_from_path is not set"
-        return Path(self.resume_from_path).expanduser()
+        return Path(os.path.expanduser(self.resume_from_path))
 
     @property
     def max_lag(self) -> int:

@@ -87,3 +87,9 @@ def test_a_full_disk_is_named_with_the_key_of_the_folder(tmp_path: Path) -> None
     rule = rf"^trainer.default_local_dir='{tmp_path}': cannot be written \(No space left\)\. "
     with pytest.raises(UserError, match=rule), name_unwritable(tmp_path):
         raise OSError(errno.ENOSPC, "No space left")
+
+
+def test_the_home_of_an_unknown_user_is_a_plain_name() -> None:
+    """As in a shell."""
+    trainer = _config(Path("~no_such_user/run")).trainer
+    assert trainer.run_folder == Path("~no_such_user/run")
