@@ -16,7 +16,7 @@ from tests.fakes.tiny_run import Material, metrics_of, train_arguments
 SHORT = ("trainer.total_training_steps=1", "data.val_files=[]", "trainer.save_freq=1")
 
 
-@pytest.mark.parametrize("name", ["-🚲 at 10:30", "x" * 255])
+@pytest.mark.parametrize("name", ["-\U0001f6b2 at 10:30", "x" * 255])
 def test_a_run_may_have_any_name_that_a_folder_may_have(
     name: str, material: Material, tmp_path: Path
 ) -> None:
