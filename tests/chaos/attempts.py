@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -97,7 +98,7 @@ class Attempt:
         if kind in ("driver", "member"):
             wanted = self._commands[:1] if kind == "driver" else self._commands[1:]
             pids = [command.pid for command in wanted]
-            return [root for root in roots if root.pid in pids and is_alive(root)]
+            return [root for root in roots if root.pid in pids and _is_command(root)]
         below: list[psutil.Process] = []
         for root in roots:
             with suppress(psutil.NoSuchProcess):
@@ -156,6 +157,15 @@ def is_alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_command(process: psutil.Process) -> bool:
+    """Return whether a process runs the command, and not yet the code of the tests before it."""
+    try:
+        output = os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:
+        return False
+    return output.endswith("/stdout.txt") and is_alive(process)
 
 
 def _is_kind(process: psutil.Process, kind: str, *, run: Path) -> bool:
