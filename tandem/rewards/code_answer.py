@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
+
+from tandem.rewards.code_runner import run_job
 
 NUM_SCORED_TESTS = 10
 """The tests that give a share of the score (verl's number)."""
@@ -30,13 +29,6 @@ _OUTPUT_FACTOR = 4
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-"""A program can read the environment that the runner was started with."""
-_BOOTSTRAP = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from tandem.rewards.code_program import main; del sys.path[0]; main()"
-)
-_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +162,7 @@ def _run(source: str, tests: Cases, *, limits: ProgramLimits) -> list[bool]:
         "output_bytes": max(_MIN_OUTPUT_BYTES, _OUTPUT_FACTOR * longest),
         **asdict(limits),
     }
-    try:
-        # Not a session of its own: the runner belongs to the group that the pool kills.
-        ran = subprocess.run(
-            [sys.executable, "-I", "-c", _BOOTSTRAP, _ROOT],
-            input=json.dumps(job).encode(),
-            capture_output=True,
-            env=_ENVIRONMENT,
-            timeout=limits.budget_s + _GRACE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError("the runner of programs did not answer") from error
-    answers = [json.loads(line) for line in ran.stdout.splitlines()]
-    if ran.returncode or len(answers) != len(tests.inputs):
-        cause = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(f"the runner of programs ended with {ran.returncode}: {cause}")
+    answers = run_job(job, timeout_s=limits.budget_s + _GRACE_S)
     pairs = zip(answers, tests.outputs, strict=True)
     return [
         answer["end"] == "done" and _is_right(answer["output"], expected, fn_name=tests.fn_name)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program that runs a model's program on the inputs of its tests, one limited process each.
 
-It reads a job as JSON from stdin and writes one JSON line for each input. It never sees an expected
-output, and runs in a fresh interpreter with the standard library alone. Each process has a folder
-of its own and limits on CPU time, wall time, memory, files and output. It is in the jail
+It waits for jobs and forks a process for each, which reads its job as JSON and writes one JSON line
+for each input. It never sees an expected output, and has imported the standard library alone. Each
+process of a program has a folder of its own and limits on CPU time, wall time, memory, files and
+output. It is in the jail
 (``children.jail``) where the kernel holds it. Elsewhere it gets a network without devices and
 process numbers of its own if the kernel permits that, and can read the files of its user.
 """
@@ -11,18 +12,21 @@ process numbers of its own if the kernel permits that, and can read the files of
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from tandem.children.jail import JailLimits, Layers, enter, readable_paths
@@ -36,6 +40,7 @@ OPEN_NAMES = (
 """The modules whose names a program may use without an import, as under verl."""
 MAX_PROCESSES = 16
 POLL_S = 0.01
+MESSAGE_BYTES = 64
 MIB = 1 << 20
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000  # user, network, processes, IPC
 _PR_SET_PDEATHSIG = 1
@@ -75,6 +80,7 @@ class Surroundings:
     Attributes:
         names: names that they may use without an import.
         layers: the layers of their jail; None where the kernel does not hold them.
+        place: the place of their folders.
     """
 
     names: dict[str, Any]
@@ -83,13 +89,52 @@ class Surroundings:
     place: ScratchPlace
 
 
-def main() -> None:
-    """Run the job; end with the parent process."""
+def main(channel_fd: int) -> None:
+    """Run jobs until the other end of the channel closes, or the parent process ends."""
     _end_with_parent()
-    job = json.load(sys.stdin)
     surroundings = _find_surroundings()
+    gc.freeze()  # else the collector of a forked process would write to all pages
+    with socket.socket(fileno=channel_fd) as channel:
+        channel.set_inheritable(False)
+        while True:
+            message, descriptors, *_ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+            if not message:
+                return
+            parent = os.getpid()
+            worker = os.fork()
+            if worker == 0:
+                channel.close()
+                _serve(descriptors, surroundings, parent=parent)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            _, status = os.waitpid(worker, 0)
+            channel.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _serve(descriptors: list[int], surroundings: Surroundings, *, parent: int) -> None:
+    """Turn this forked process into that of a job: it does not return."""
+    code = 1
+    try:
+        _end_with_parent()
+        given, written, errors = descriptors
+        os.dup2(errors, 2)
+        os.close(errors)
+        if os.getppid() == parent:  # else it has ended before it was asked to end this process
+            _run_all(given, written, surroundings=replace(surroundings, place=ScratchPlace()))
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_all(given: int, written: int, *, surroundings: Surroundings) -> None:
+    with os.fdopen(given, "rb") as file:
+        job = json.load(file)
     give_up_at_s = time.monotonic() + job["budget_s"]
-    with os.fdopen(1, "w", closefd=False) as answers:
+    with os.fdopen(written, "w") as answers:
         for entry in job["inputs"]:
             left_s = give_up_at_s - time.monotonic()
             answer = {"end": "budget"}
@@ -112,7 +157,7 @@ def _run(job: dict[str, Any], entry: Any, *, surroundings: Surroundings, left_s:
     """Run the program on one input; return how it ended and what it wrote."""
     folder = surroundings.place.make()
     # A file without a place, so that a program in the jail may open /dev/stdin.
-    with _memory_file() as given, tempfile.TemporaryFile() as written:
+    with memory_file() as given, tempfile.TemporaryFile() as written:
         given.write(entry.encode() if job["fn_name"] is None else json.dumps(entry).encode())
         given.seek(0)
         ready, prepared = os.pipe()
@@ -135,8 +180,9 @@ def _run(job: dict[str, Any], entry: Any, *, surroundings: Surroundings, left_s:
     return {"end": end, "output": output.decode(errors="replace")}
 
 
-def _memory_file() -> IO[bytes]:
-    return os.fdopen(os.memfd_create("given"), "w+b")
+def memory_file() -> IO[bytes]:
+    """Return a new file in memory, without a name."""
+    return os.fdopen(os.memfd_create("job"), "w+b")
 
 
 def _wait(outer: int, program: Program, *, ready: int, wall_s: float) -> str:

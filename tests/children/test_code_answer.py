@@ -9,6 +9,7 @@ import shlex
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,40 @@ def test_a_program_without_a_jail_runs_as_before():
     assert passes(last_program(RIGHT), SUM)
     source = "import os\nprint(os.waitpid(os.fork() or os._exit(3), 0)[1] >> 8)"
     assert passes(source, {"inputs": [""], "outputs": ["3"]}), "it may fork"
+
+
+def runners() -> list[psutil.Process]:
+    """The interpreters for programs that this process has started."""
+    alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in alive if any("code_program" in word for word in one.cmdline())]
+
+
+def test_jobs_share_an_interpreter_and_nothing_that_programs_leave_there():
+    show = "import builtins\nprint(hasattr(builtins, 'left'))\nbuiltins.left = 1"
+    assert passes(show, {"inputs": [""] * 2, "outputs": ["False"] * 2})
+    before = runners()
+    assert passes(show, {"inputs": [""], "outputs": ["False"]})
+    assert before and runners() == before
+
+
+def test_a_killed_interpreter_is_replaced():
+    assert passes(last_program(RIGHT), SUM)
+    for runner in runners():
+        runner.kill()
+    assert passes(last_program(RIGHT), SUM)
+
+
+def test_threads_have_interpreters_of_their_own():
+    with ThreadPoolExecutor(3) as pool:
+        judged = [pool.submit(passes, last_program(RIGHT), SUM) for _ in range(6)]
+    assert all(each.result() for each in judged)
+
+
+def test_a_job_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code_answer, "_GRACE_S", -LIMIT_S + 0.5)
+    with pytest.raises(RuntimeError, match="did not answer"):
+        passes("import time\ntime.sleep(1000)", SUM)
+    assert until(lambda: not [each for each in runners() if each.children()])
 
 
 @pytest.mark.parametrize(
