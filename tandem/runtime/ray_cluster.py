@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import RunFailure, UserError
 from tandem.platforms.place import WorkerPlace
@@ -39,6 +39,8 @@ from tandem.runtime.worker_process import WorkerAssignment, WorkerInfo
 
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform
+
+logger = logging.getLogger(__name__)
 
 FLAGCX_VARIABLE = "USE_FLAGCX"
 """verl-FL's variable. The driver's value holds for all workers, because groups must agree on it."""
@@ -126,7 +128,7 @@ def start_ray(
     options |= _head_options(plan, given=given, devices=devices())
     try:
         role = "head" if plan.role == "head" else "local"
-        node, address = start_head(options, role=role, token=token)
+        node, address = _start_patiently(options, role=role, token=token)
     except RayNodeError as error:
         if given and error.is_usage:
             raise _not_accepted(given, error) from None
@@ -142,6 +144,24 @@ def start_ray(
         node.close()
         raise
     return node
+
+
+def _start_patiently(
+    options: Mapping[str, Any], *, role: Literal["local", "head"], token: str
+) -> tuple[RayNode, str]:
+    """Start the head of a cluster, once more if it ends while it starts; see ``start_head``.
+
+    Ray's raylet ends itself if its helpers, which import much, take longer than 15 s.
+    """
+    try:
+        return start_head(options, role=role, token=token)
+    except RayNodeError as error:
+        if error.is_usage:
+            raise
+        logger.warning(
+            "Ray did not start on this node (%s); it is started once more", _first_line(error)
+        )
+    return start_head(options, role=role, token=token)
 
 
 def _head_options(

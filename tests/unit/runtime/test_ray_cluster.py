@@ -86,6 +86,34 @@ def test_a_ray_that_does_not_start_is_one_line_and_the_run_may_start_again(
     assert str(raised.value) == line
 
 
+@pytest.mark.parametrize("is_usage", [False, True])
+def test_a_ray_that_ends_while_it_starts_is_started_once_more(
+    is_usage: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[str] = []
+
+    def start(*_: object, role: str, token: str) -> tuple[str, str]:
+        tried.append(role + token)
+        if len(tried) == 1:
+            raise RayNodeError("its raylet is gone", is_usage=is_usage)
+        return "node", "address"
+
+    library: Any = SimpleNamespace(
+        init=lambda **_: None, util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    )
+    monkeypatch.setattr(ray_cluster, "start_head", start)
+    plan = ClusterPlan("local", ClusterSettings(1, 2))
+    if is_usage:
+        with pytest.raises(RunFailure, match="its raylet is gone"):
+            start_ray(library, plan, devices=list, token="t")
+        assert tried == ["localt"]
+    else:
+        assert start_ray(library, plan, devices=list, token="t") == "node"
+        assert tried == ["localt"] * 2
+        (message,) = caplog.messages
+        assert message.startswith("Ray did not start on this node (its raylet is gone); it is")
+
+
 def test_an_option_that_ray_does_not_accept_is_an_error_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
