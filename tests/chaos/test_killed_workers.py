@@ -11,8 +11,10 @@ import signal
 import time
 import uuid
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.processes import (
@@ -172,12 +174,23 @@ def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_
         "reward.timeout_s=100",
     )
     command = Command(arguments, folder=tmp_path / "output")
-    wait_for_end(wait_for_place(command, run, "generate", rank=0)["pid"])
+    place = wait_for_place(command, run, "generate", rank=0)
+    listeners = listening_addresses(command.pid)
+    wait_for_end(place["pid"])
     died_s = time.monotonic()
     ended = command.wait()
     assert time.monotonic() - died_s < MOST_SECONDS_TO_END
     assert ended.code == 1
     assert ended.errors[0].startswith("error: step 1: generate rank 0 ")
+    assert listeners, "the store of the run listens"
+    assert all(not address.is_unspecified for address in listeners), listeners
+
+
+def listening_addresses(pid: int) -> list[IPv4Address | IPv6Address]:
+    """Return the addresses at which a process accepts connections."""
+    found = psutil.Process(pid).net_connections("tcp")
+    listening = [one for one in found if one.status == psutil.CONN_LISTEN]
+    return [ip_address(one.laddr.ip) for one in listening]
 
 
 def test_a_run_that_ends_before_anybody_can_die_tells_why(tmp_path: Path) -> None:
