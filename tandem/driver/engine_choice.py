@@ -87,7 +87,12 @@ def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None
     problem = _problem(config, hf_config)
     if problem is None:
         if config.actor_rollout_ref.rollout.attaches_servers:
-            require_servers(rollout, hf_config or {}, max_length=trained_model(config).max_tokens)
+            require_servers(
+                rollout,
+                hf_config or {},
+                max_length=trained_model(config).max_tokens,
+                num_ranks=place_run(config).pool_of("generate").num_devices,
+            )
         elif rollout.name in _CHECKS:
             _CHECKS[rollout.name](_arguments(config))
         return
@@ -118,8 +123,11 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
     split = _split_problem(config, hf_config or {}) if is_split else ""
     if split:
         return Problem(f"{_SPLIT}={num_ranks}: {split}")
-    if config.actor_rollout_ref.rollout.attaches_servers and not place_run(config).is_one_process:
-        return Problem("servers (engine_kwargs.vllm.urls) generate only in runs of one process")
+    if config.actor_rollout_ref.rollout.attaches_servers and _is_staged(config):
+        return Problem(
+            "with enable_param_async or enable_dual_buffer, servers (engine_kwargs.vllm.urls) do "
+            "not generate"
+        )
     if config.actor_rollout_ref.model.trains_adapters:
         return Problem(f"{title} with adapters (LoRA) is not built")
     model, limit = trained_model(config), max_positions(hf_config or {})
@@ -155,7 +163,7 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
     nodes = [device.node for device in placement.devices_of(pool)]
     if nodes[::num_ranks] != nodes[num_ranks - 1 :: num_ranks]:
         return "the devices of an engine must be on one node"
-    if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
+    if _is_staged(config):
         return "with enable_param_async or enable_dual_buffer an engine must be on one device"
     if is_expert_family(hf_config.get("model_type")):
         return "with experts, an engine must be on one device"
@@ -167,6 +175,13 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
     if isinstance(num_kv_heads, int) and num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         return f"it must divide num_key_value_heads={num_kv_heads}, or be a multiple of it"
     return ""
+
+
+def _is_staged(config: RunConfig) -> bool:
+    """Return whether weights arrive while an engine on another device generates."""
+    rollout = config.actor_rollout_ref.rollout
+    is_asked = rollout.enable_param_async or rollout.enable_dual_buffer
+    return is_asked and place_run(config).generates_apart
 
 
 def _arguments(config: RunConfig) -> Mapping[str, Any]:

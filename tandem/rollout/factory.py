@@ -55,6 +55,8 @@ class EngineSpec:
         max_length: the length of the longest sequence, prompt and response, in tokens; None if it
             is not known.
         joint: the passes of several policies that this one takes part in; None computes alone.
+        rank: the number of this process among those that generate.
+        num_ranks: the number of processes that generate.
     """
 
     model: LanguageModel
@@ -64,6 +66,8 @@ class EngineSpec:
     platform: Platform
     max_length: int | None = None
     joint: JointMember | None = None
+    rank: int = 0
+    num_ranks: int = 1
 
     def warn_of_precision(self) -> None:
         """Log a warning if an engine with weights of its own has another precision."""

@@ -326,9 +326,13 @@ class Worker:
                 eos_ids=spec.eos_ids,
                 platform=self._platform,
                 max_length=spec.max_length,
+                rank=self._place.rank,
+                num_ranks=self._place.size,
             )
         )
-        keeps_policy = spec.scores or spec.config.restarts_engine
+        # Servers that join later get the version in use from it.
+        needs_policy = spec.config.restarts_engine or spec.config.attaches_servers
+        keeps_policy = spec.scores or needs_policy
         return LinkedRollout(engine, policy, keeps_policy=keeps_policy)
 
     def _open_link(self, generation: int) -> WeightLink:

@@ -32,13 +32,41 @@ def _train(
     return metrics_of(folder / "run"), ended.stderr
 
 
+def _double(policy: Path) -> VllmServerDouble:
+    server = VllmServerDouble(policy)
+    server.info["model_config"]["max_model_len"] = 4096
+    return server
+
+
+def test_each_process_of_a_run_has_servers_of_its_own(material: Material, tmp_path: Path) -> None:
+    policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, hidden=64))
+    expected, _ = _train(material, tmp_path / "native", policy, f"{_ROLLOUT}.name=native")
+    servers = [_double(policy) for _ in range(3)]
+    urls = ",".join(server.url for server in servers)
+    try:
+        found, _ = _train(
+            material,
+            tmp_path / "servers",
+            policy,
+            "trainer.n_gpus_per_node=2",
+            f"{_ROLLOUT}.name=vllm",
+            f"{_ROLLOUT}.engine_kwargs.vllm.urls=[{urls}]",
+        )
+    finally:
+        for server in servers:
+            server.kill()
+    assert all(server.num_tokens > 0 for server in servers)
+    for step, row in repeatable(expected).items():
+        for metric, value in row.items():
+            assert found[step][metric] == pytest.approx(value, abs=1e-4), (step, metric)
+
+
 def test_a_run_with_a_server_is_that_of_the_native_engine(
     material: Material, tmp_path: Path
 ) -> None:
     policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, hidden=64))
     expected, _ = _train(material, tmp_path / "native", policy, f"{_ROLLOUT}.name=native")
-    server = VllmServerDouble(policy)
-    server.info["model_config"]["max_model_len"] = 4096
+    server = _double(policy)
     try:
         keys = (f"{_ROLLOUT}.name=vllm", f"{_ROLLOUT}.engine_kwargs.vllm.urls={server.url}")
         found, said = _train(

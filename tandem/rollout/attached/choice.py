@@ -15,19 +15,29 @@ from tandem.rollout.vllm.keys import SECTION, URLS
 
 
 def require_servers(
-    config: RolloutConfig, hf_config: Mapping[str, Any], *, max_length: int
+    config: RolloutConfig, hf_config: Mapping[str, Any], *, max_length: int, num_ranks: int
 ) -> None:
     """Raise UserError unless all servers answer and can generate for the run.
 
     Args:
         hf_config: the content of the model's config.json; empty if it is not known.
         max_length: the length of the longest sequence, in tokens.
+        num_ranks: the number of processes that generate, each with servers of its own.
     """
     given = config.engine_kwargs.vllm
     check_keys(given, num_ranks=config.tensor_model_parallel_size)
+    urls = listed_urls(given)
+    if len(urls) < num_ranks:
+        raise UserError(
+            f"{SECTION}.{URLS}",
+            given[URLS],
+            rule=f"each of the {num_ranks} processes that generate needs a server of its own, and "
+            f"{len(urls)} are listed",
+            remedy="List more, or let fewer devices generate (docs/servers.md).",
+        )
     wanted = wanted_of(config, hf_config, max_length=max_length)
     first: ServerFacts | None = None
-    for url in listed_urls(given):
+    for url in urls:
         try:
             facts = check_server(Server(url), wanted)
             first = first or facts

@@ -24,7 +24,7 @@ from tandem.platforms.select import DTYPES
 from tandem.rollout.attached.delivery import Version
 from tandem.rollout.attached.fit import Misfit, fit_of
 from tandem.rollout.attached.fleet import Fleet, Member
-from tandem.rollout.attached.keys import listed_urls, require_usable
+from tandem.rollout.attached.keys import Share, require_usable
 from tandem.rollout.attached.samples import Answer, Sample, canary, finished_sample
 from tandem.rollout.attached.server import ServerLost
 from tandem.rollout.attached.sink import AttachedSink
@@ -263,17 +263,17 @@ class AttachedRolloutEngine:
 
 
 def build(spec: EngineSpec) -> AttachedRolloutEngine:
-    """Attach the servers that ``engine_kwargs.vllm.urls`` names.
+    """Attach this process's share of the servers that ``engine_kwargs.vllm.urls`` names.
 
     Raises:
         EngineFailure: one of them does not answer or does not fit the run.
     """
     given = spec.config.engine_kwargs.vllm
     fit = fit_of(spec.config, spec.folder, max_length=spec.max_length)
-
+    share = Share(given, rank=spec.rank, num_ranks=spec.num_ranks)
     try:
         fleet = Fleet(
-            lambda: listed_urls(given),
+            share.urls,
             require_usable=lambda url: require_usable(url, given),
             check=fit,
         )

@@ -54,6 +54,30 @@ def check_keys(given: Mapping[str, Any], *, num_ranks: int) -> None:
         require_usable(url, given)
 
 
+class Share:
+    """The servers of one process among those that generate: each of them drives its own.
+
+    Servers are dealt out in the order in which their URLs are listed. One that is added at the end,
+    or left out, changes nothing for the others.
+
+    Args:
+        given: ``engine_kwargs.vllm``.
+        rank: the number of the process.
+        num_ranks: the number of processes.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *, rank: int, num_ranks: int) -> None:
+        self._given, self._rank, self._num_ranks = given, rank, num_ranks
+        self._ever: dict[str, None] = {}
+
+    def urls(self) -> list[str]:
+        """Return the URLs of the moment; raise UserError if their file cannot be read."""
+        listed = listed_urls(self._given)
+        self._ever.update(dict.fromkeys(listed))
+        own = list(self._ever)[self._rank :: self._num_ranks]
+        return [url for url in own if url in listed]
+
+
 def listed_urls(given: Mapping[str, Any]) -> Sequence[str]:
     """Return the URLs of the moment, each once.
 

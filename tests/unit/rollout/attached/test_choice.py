@@ -16,6 +16,7 @@ from tandem.config.schema.rollout import EngineKwargs, RolloutConfig
 from tandem.errors import UserError
 from tandem.rollout.attached.choice import require_servers
 from tandem.rollout.attached.fit import CANARY_LENGTH
+from tandem.rollout.attached.keys import Share
 from tandem.rollout.canary import CANARY_LENGTH as OF_CANARY
 from tests.fakes.vllm_server import VllmServerDouble
 
@@ -29,12 +30,14 @@ def server(folder: Path) -> Iterator[VllmServerDouble]:
     server.kill()
 
 
-def _require(folder: Path, given: Mapping[str, Any], *, length: int = 100, **keys: Any) -> None:
+def _require(
+    folder: Path, given: Mapping[str, Any], *, length: int = 100, num_ranks: int = 1, **keys: Any
+) -> None:
     config = RolloutConfig(
         name="vllm", max_num_seqs=4, engine_kwargs=EngineKwargs(vllm=dict(given)), **keys
     )
     hf_config = json.loads((folder / "config.json").read_text())
-    require_servers(config, hf_config, max_length=length)
+    require_servers(config, hf_config, max_length=length, num_ranks=num_ranks)
 
 
 def _changed(section: str, name: str, value: object) -> Callable[[VllmServerDouble], None]:
@@ -48,6 +51,26 @@ def _set(name: str, value: object) -> Callable[[VllmServerDouble], None]:
 def test_a_server_that_fits_is_accepted(folder: Path, server: VllmServerDouble) -> None:
     _require(folder, {"urls": [server.url, server.url + "/"]})
     assert server.num_tokens == 0 and CANARY_LENGTH == OF_CANARY
+
+
+def test_each_process_needs_a_server(folder: Path, server: VllmServerDouble) -> None:
+    rule = "each of the 2 processes that generate needs a server of its own, and 1 are listed"
+    with pytest.raises(UserError, match=rule):
+        _require(folder, {"urls": [server.url, server.url]}, num_ranks=2)
+
+
+def test_servers_that_are_added_or_left_out_change_no_other_share(tmp_path: Path) -> None:
+    file = tmp_path / "urls"
+    shares = [Share({"urls": str(file)}, rank=rank, num_ranks=2) for rank in range(2)]
+
+    def dealt(*names: str) -> list[list[str]]:
+        file.write_text("".join(f"http://{name}:1\n" for name in names))
+        return [[url[len("http://") : -len(":1")] for url in one.urls()] for one in shares]
+
+    assert dealt("a", "b", "c") == [["a", "c"], ["b"]]
+    assert dealt("b", "c") == [["c"], ["b"]]
+    assert dealt("b", "c", "d", "e") == [["c", "e"], ["b", "d"]]
+    assert dealt("a", "b", "c") == [["a", "c"], ["b"]]
 
 
 @pytest.mark.parametrize(
