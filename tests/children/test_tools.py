@@ -406,7 +406,8 @@ def test_m14_an_exception_of_a_tool_is_a_failure_that_names_it(functions: Enviro
     )
     assert late.statuses == raised.statuses == (ToolStatus.FAILED,)
     assert late.detail.startswith("the tool give: TimeoutError: the backend does not answer")
-    assert raised.detail == "the tool give: KeyError: 'gone' (functions.py:47)"
+    line = FUNCTIONS.partition("raise KeyError")[0].count("\n") + 1
+    assert raised.detail == f"the tool give: KeyError: 'gone' (functions.py:{line})"
     assert "a tuple of 4 values" in odd.detail
     assert fine.statuses == (ToolStatus.OK,)
 
