@@ -14,6 +14,7 @@ code}``, with ``"again": true`` if it starts the run again. ADR 0005 has the rea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +43,8 @@ from tandem.runtime.token import (
     remove_token,
     write_token,
 )
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.3
 _HELLO_S = 5.0
@@ -122,8 +126,15 @@ def _join(plan: ClusterPlan, platforms: Collection[Platform], *, token_file: Pat
             find_devices(platforms), num_cores=os.cpu_count() or 1, settings=plan.settings
         )
         options = {"address": message["ray"], "node_ip_address": client.own_address, **resources}
-        with closing(RayNode(options, role="member", token=token)) as node:
-            return _wait_for_end(client, node)
+        start = partial(RayNode, options, role="member", token=token)
+        with closing(start()) as node:
+            end = _wait_for_end(client, node)
+            if isinstance(end, int) or node.has_started:
+                return _exit_code_after(end, client, node)
+        # Ray's raylet ends itself if its helpers, which import much, take longer than 15 s.
+        logger.warning("Ray did not start on this node (%s); it is started once more", end)
+        with closing(start()) as node:
+            return _exit_code_after(_wait_for_end(client, node), client, node)
 
 
 def meet_head(plan: ClusterPlan, token_file: Path) -> tuple[MemberClient, str]:
@@ -152,8 +163,8 @@ def meet_head(plan: ClusterPlan, token_file: Path) -> tuple[MemberClient, str]:
         time.sleep(_RETRY_S)
 
 
-def _wait_for_end(client: MemberClient, node: RayNode) -> int:
-    """Wait until the run ends; return its exit code. Raise NodeFailure if Ray ends first."""
+def _wait_for_end(client: MemberClient, node: RayNode) -> int | str:
+    """Wait until the run ends; return its exit code, or how Ray ended if that was before."""
     end = ""
     while not end:
         ready, _, _ = select.select([client.connection], [], [], _LOOK_S)
@@ -161,6 +172,17 @@ def _wait_for_end(client: MemberClient, node: RayNode) -> int:
             return _exit_code(client.receive())
         node.watch_processes()
         end = node.describe_end(notice_s=_NAME_S)
+    return end
+
+
+def _exit_code_after(end: int | str, client: MemberClient, node: RayNode) -> int:
+    """Return the exit code of the run. If Ray ended before, tell the head how.
+
+    Raises:
+        NodeFailure: the run has not ended, or is started again.
+    """
+    if isinstance(end, int):
+        return end
     client.tell_end(end)
     # At the end of a run, Ray's head ends just before the exit code is sent. A head that restarts
     # sends its message when it has noticed that this node's Ray is gone.

@@ -30,6 +30,7 @@ from tandem.runtime.os_settings import die_with_parent
 from tandem.runtime.token import token_environment
 
 _LAST_LINES = 5
+_STARTED = "Ray runtime started"
 _FIRST_EXIT = re.compile(r"(\w+) \[exit code=(-?\d+)")
 """The line of ``ray start`` about a process whose end is the end of all."""
 _VITAL = ("gcs_server", "raylet")
@@ -147,12 +148,19 @@ class RayNode:
             preexec_fn=die_with_parent,  # noqa: PLW1509 - it only makes one system call
         )
 
+    @property
+    def has_started(self) -> bool:
+        """Whether its raylet has started."""
+        return _STARTED in self._printed()
+
     def last_lines(self) -> list[str]:
         """Return the last non-empty lines that ``ray start`` printed."""
+        return [line for line in self._printed().splitlines() if line.strip()][-_LAST_LINES:]
+
+    def _printed(self) -> str:
         # Several threads may read, and a seek would move where ``ray start`` writes.
         written = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
-        lines = written.decode(errors="replace").splitlines()
-        return [line for line in lines if line.strip()][-_LAST_LINES:]
+        return written.decode(errors="replace")
 
     def describe_end(self, *, notice_s: float = _NOTICE_S) -> str:
         """Return which process of Ray ended the others and how; "" while they run.

@@ -88,7 +88,7 @@ print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=30)), "node")
 
 @pytest.mark.usefixtures("groups")
 def test_the_cluster_answers_only_who_knows_its_token(runtime: RayRuntime) -> None:
-    assert runtime.workers
+    assert runtime._node is not None and runtime._node.has_started
     address = ray.get_runtime_context().gcs_address
     others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own_token(os.environ)}

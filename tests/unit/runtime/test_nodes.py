@@ -87,6 +87,57 @@ def test_a_member_whose_ray_ends_says_so_at_once_and_hears_the_end() -> None:
     member.tell_end("nobody listens")
 
 
+class RayDouble:
+    """A Ray that ends while it starts, or once it has started, or not at all."""
+
+    def __init__(self, *, has_started: bool, end: str) -> None:
+        self.has_started, self._end = has_started, end
+
+    def watch_processes(self) -> None:
+        """Do nothing."""
+
+    def describe_end(self, *, notice_s: float) -> str:
+        del notice_s
+        return self._end
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_ray_of_a_member_that_ends_while_it_starts_is_started_once_more(
+    has_started: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = head_plan()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    server = HeadServer(plan, TOKEN)
+    server.announce("10.0.0.1:6379")
+    rays = [
+        RayDouble(has_started=has_started, end="its raylet is gone"),
+        RayDouble(has_started=True, end=""),
+    ]
+    monkeypatch.setattr(nodes, "RayNode", lambda *_, **__: rays.pop(0))
+    codes: list[int] = []
+
+    def join() -> None:
+        codes.append(nodes._join(member_plan(plan, 1), (), token_file=tmp_path / "token"))
+
+    member = threading.Thread(target=join)
+    member.start()
+    if has_started:
+        until(lambda: "Ray ended there (its raylet is gone)" in server.lost())
+    else:
+        until(lambda: not rays)
+        assert server.lost() == ""
+    server.close(7)
+    member.join(PATIENCE_S)
+    assert codes == [7]
+    assert ("it is started once more" in caplog.text) is not has_started
+
+
 def test_members_that_are_told_of_the_end_are_not_lost() -> None:
     plan = head_plan()
     server = HeadServer(plan, TOKEN)

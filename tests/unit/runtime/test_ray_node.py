@@ -66,6 +66,7 @@ time.sleep(600)
     monkeypatch.setattr(ray_node, "_RAY_START", program)
     node, address = start_head({"temp_dir": tmp_path}, role="local", token="")
     (folder,) = tmp_path.iterdir()
+    assert not node.has_started
     assert address == "10.0.0.1:6379" and folder.stat().st_mode & 0o777 == 0o700
     longest = folder.name + "/ray/session_2026-11-26_21-04-03_949198_4194304/sockets/plasma_store.1"
     assert len(f"/tmp/{longest}") <= 107
