@@ -130,11 +130,11 @@ def _join(plan: ClusterPlan, platforms: Collection[Platform], *, token_file: Pat
         with closing(start()) as node:
             end = _wait_for_end(client, node)
             if isinstance(end, int) or node.has_started:
-                return _exit_code_after(end, client, node)
+                return _exit_code_after(end, client, node=node)
         # Ray's raylet ends itself if its helpers, which import much, take longer than 15 s.
         logger.warning("Ray did not start on this node (%s); it is started once more", end)
         with closing(start()) as node:
-            return _exit_code_after(_wait_for_end(client, node), client, node)
+            return _exit_code_after(_wait_for_end(client, node), client, node=node)
 
 
 def meet_head(plan: ClusterPlan, token_file: Path) -> tuple[MemberClient, str]:
@@ -175,7 +175,7 @@ def _wait_for_end(client: MemberClient, node: RayNode) -> int | str:
     return end
 
 
-def _exit_code_after(end: int | str, client: MemberClient, node: RayNode) -> int:
+def _exit_code_after(end: int | str, client: MemberClient, *, node: RayNode) -> int:
     """Return the exit code of the run. If Ray ended before, tell the head how.
 
     Raises:
