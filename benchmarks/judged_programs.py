@@ -52,7 +52,9 @@ def measure(num_tests: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the results as JSON."""
-    parser = argparse.ArgumentParser(description="Measure what it costs to judge a program by its tests.")
+    parser = argparse.ArgumentParser(
+        description="Measure what it costs to judge a program by its tests."
+    )
     parser.add_argument("--output", type=Path)
     output = parser.parse_args().output
     report = {
