@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to judge a program by its tests (``rewards.code_answer``).
+"""Measure what it costs to judge a program by its tests (``rewards.code_answer``).
 
     PYTHONPATH=. python benchmarks/judged_programs.py [--output FILE]
 

@@ -61,11 +61,14 @@ def require_end(
     eos_ids: Sequence[int],
     rollout: RolloutConfig,
     *,
+    model: TrainedModel,
     hf_config: Mapping[str, Any],
-    path: str,
-    key: str,
 ) -> tuple[str, ...]:
     """Return a warning for each end token that is no token of the model.
+
+    Args:
+        eos_ids: the end tokens that its tokenizer and its generation_config.json name.
+        hf_config: the content of its config.json.
 
     Raises:
         UserError: no token can end a response, unless none is wanted.
@@ -77,15 +80,15 @@ def require_end(
         rule = f"its end token {unknown[0]} is none of its {num_known} tokens (vocab_size)"
     if len(unknown) == len(eos_ids) and not rollout.ignore_eos:
         raise UserError(
-            key,
-            path,
+            model.key,
+            model.config.path,
             rule=f"{rule}: every response would have data.max_response_length tokens",
             remedy="Set eos_token in tokenizer_config.json, or "
             "actor_rollout_ref.rollout.ignore_eos=True.",
         )
     return tuple(
-        f"{key}={path!r}: the end token {x} in generation_config.json is none of the model's "
-        f"{num_known} tokens (vocab_size)"
+        f"{model.key}={model.config.path!r}: the end token {x} is none of the model's {num_known} "
+        "tokens (vocab_size)"
         for x in unknown
     )
 

@@ -111,13 +111,7 @@ def prepare(
         fetches_weights=fetches_weights,
     )
     rollout = config.actor_rollout_ref.rollout
-    for warning in require_end(
-        codec.eos_ids,
-        rollout,
-        hf_config=folder.hf_config,
-        path=model.config.path,
-        key=model.key,
-    ):
+    for warning in require_end(codec.eos_ids, rollout, model=model, hf_config=folder.hf_config):
         logger.warning("%s", warning)
     require_engine(config, folder.hf_config)
     by_model = config.reward_model.enable

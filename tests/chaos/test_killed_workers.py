@@ -150,13 +150,15 @@ def stop_the_process_group(arguments: list[str], *, run: Path, folder: Path) -> 
 def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_path: Path) -> None:
     """A worker is killed while only a reward is being computed."""
     run = tmp_path / "run"
-    reward = tmp_path / "reward.py"
+    reward, go = tmp_path / "reward.py", tmp_path / "go"
     reward.write_text(
         "import json, os, pathlib, signal, time\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    if solution_str == ground_truth:\n"
         "        return 1.0  # the trial before the start\n"
         f"    places = json.loads(pathlib.Path({str(run)!r}, 'placement.json').read_text())\n"
+        f"    while not os.path.exists({str(go)!r}):\n"
+        "        time.sleep(0.01)\n"
         "    for place in places:\n"
         "        if place['tasks'] == ['generate']:\n"
         "            os.kill(place['pid'], signal.SIGKILL)\n"
@@ -176,6 +178,7 @@ def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_
     command = Command(arguments, folder=tmp_path / "output")
     place = wait_for_place(command, run, "generate", rank=0)
     listeners = listening_addresses(command.pid)
+    go.touch()
     wait_for_end(place["pid"])
     died_s = time.monotonic()
     ended = command.wait()

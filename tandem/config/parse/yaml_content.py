@@ -27,7 +27,7 @@ def read_yaml(path: str, *, key: str | None = None, resolved: bool) -> Any:
         resolved: whether ``${...}`` is replaced by the value that it refers to.
 
     Raises:
-        UserError: there is no such file, or its content is not YAML.
+        UserError: the file cannot be read, or its content is not YAML.
     """
     try:
         content = OmegaConf.load(Path(os.path.expanduser(path)))
@@ -35,7 +35,11 @@ def read_yaml(path: str, *, key: str | None = None, resolved: bool) -> Any:
     except FileNotFoundError as error:
         raise _refused(path, key, rule="no such file", remedy="Correct the path.") from error
     except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
-        rule = f"is not valid YAML ({short_cause(error)})"
+        # OmegaConf raises OSError without a number for a file that holds a single value.
+        unread = error.strerror if isinstance(error, OSError) and error.errno else ""
+        rule = (
+            f"cannot be read ({unread})" if unread else f"is not valid YAML ({short_cause(error)})"
+        )
         raise _refused(path, key, rule=rule, remedy="Correct the file.") from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.parse.overrides import load_config
+from tandem.config.parse.yaml_content import read_yaml
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
@@ -151,3 +152,10 @@ def test_a_mapping_with_numbers_and_dots_as_keys_may_refer_to_other_keys(tmp_pat
 def test_a_name_that_no_recipe_can_have_is_one_line(name: str) -> None:
     with pytest.raises(UserError, match="no such recipe file"):
         load_config(RunConfig, [name])
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_invalid(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^k='.*': cannot be read \(File name too long\)\. "):
+        read_yaml("x" * 300, key="k", resolved=True)
+    with pytest.raises(UserError, match=r"^k='.*': cannot be read \(Is a directory\)\. "):
+        read_yaml(str(tmp_path), key="k", resolved=True)

@@ -131,13 +131,15 @@ def test_a_token_without_an_embedding_is_refused() -> None:
 
 def test_a_model_without_an_end_token_is_refused_unless_none_is_wanted() -> None:
     rollout, known = RunConfig().actor_rollout_ref.rollout, {"vocab_size": 8}
-    with pytest.raises(UserError, match=r"k='m': neither its tokenizer nor .* names an end token"):
-        require_end((), rollout, hf_config=known, path="m", key="k")
-    with pytest.raises(UserError, match=r"k='m': its end token 8 is none of its 8 tokens"):
-        require_end((8, 9), rollout, hf_config=known, path="m", key="k")
+    model = trained_model(load_config(RunConfig, ["actor_rollout_ref.model.path=m"]).config)
+    with pytest.raises(UserError, match=r"'m': neither its tokenizer nor .* names an end token"):
+        require_end((), rollout, model=model, hf_config=known)
+    with pytest.raises(UserError, match=r"'m': its end token 8 is none of its 8 tokens"):
+        require_end((8, 9), rollout, model=model, hf_config=known)
     endless = rollout.model_copy(update={"ignore_eos": True})
-    assert require_end((), endless, hf_config=known, path="m", key="k") == ()
-    assert require_end((2,), rollout, hf_config=known, path="m", key="k") == ()
-    assert require_end((9,), rollout, hf_config={}, path="m", key="k") == ()
-    (caution,) = require_end((2, 9), rollout, hf_config=known, path="m", key="k")
-    assert caution.startswith("k='m': the end token 9 in generation_config.json is none of the")
+    assert require_end((), endless, model=model, hf_config=known) == ()
+    assert require_end((2,), rollout, model=model, hf_config=known) == ()
+    assert require_end((9,), rollout, model=model, hf_config={}) == ()
+    (caution,) = require_end((2, 9), rollout, model=model, hf_config=known)
+    key = "actor_rollout_ref.model.path='m'"
+    assert caution == f"{key}: the end token 9 is none of the model's 8 tokens (vocab_size)"
