@@ -2,14 +2,15 @@
 """Generation by the native engine on one accelerator: prefill, admission, decode, ends.
 
     python benchmarks/decode.py [--model qwen2.5-0.5b ...] [--workload S T] [--repeats 5]
-    [--rows 256 512] [--quantization fp8] [--output FILE]
+    [--rows 256 512] [--quantization fp8] [--lora-rank 32] [--output FILE]
 
 Prints one JSON object and a table. A repeat generates the whole workload; the first two are warm-up
 (compilation, graph capture) and not counted. With ``--rows``, sequences of the workload follow each
 other in so many rows instead, as in asynchronous runs: the rate once they are of all ages. The
 floor adds up, position by position, the larger of matrix products at the measured rate and bytes
 (weights, cached keys and values) at the measured copy rate; where lengths are drawn, for the rows
-that are expected to be left. It is that of bf16, also with ``--quantization``.
+that are expected to be left. It is that of bf16, also with ``--quantization``, and does not count
+adapters. Routers of experts are balanced (``shapes.plant_balance``).
 """
 
 import argparse
@@ -17,7 +18,7 @@ import itertools
 import random
 import statistics
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from shapes import (
     Workload,
     decode_steps,
     generation_floor_s,
+    plant_balance,
     plant_end,
     random_decoder,
 )
@@ -74,9 +76,15 @@ def generate(engine: PagedRolloutEngine, requests: list[GenerationRequest]) -> l
     return completions
 
 
-def make_engine(
-    shape: Shape, workload: Workload, *, quantization: str | None = None
-) -> PagedRolloutEngine:
+@dataclass(frozen=True)
+class How:
+    """What computes besides the plain weights."""
+
+    quantization: str | None
+    lora_rank: int
+
+
+def make_engine(shape: Shape, workload: Workload, *, how: How) -> PagedRolloutEngine:
     """The engine over random weights."""
     platform = select_platform("auto")
     decoder = random_decoder(
@@ -84,7 +92,10 @@ def make_engine(
         device=platform.device_type,
         dtype=torch.bfloat16,
         operators=operators_for(platform),
+        adapter_rank=how.lora_rank,
     )
+    if shape.experts:
+        plant_balance(decoder)
     if workload.mean_response is not None:
         plant_end(decoder, workload.mean_response)
     config = NativeRolloutConfig(
@@ -99,16 +110,14 @@ def make_engine(
         config,
         make_capturer=platform.make_capturer,
         num_multiprocessors=platform.num_multiprocessors(),
-        quantized=None if quantization is None else QuantizedDecoder(decoder),
+        quantized=None if how.quantization is None else QuantizedDecoder(decoder),
     )
 
 
-def run(
-    name: str, workload_name: str, *, repeats: int, quantization: str | None
-) -> dict[str, object]:
+def run(name: str, workload_name: str, *, repeats: int, how: How) -> dict[str, object]:
     """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
-    engine = make_engine(shape, workload, quantization=quantization)
+    engine = make_engine(shape, workload, how=how)
     rates, seconds, counts = [], [], []
     for repeat in range(NUM_WARMUP + repeats):
         requests = requests_of(workload, seed=repeat, vocabulary=shape.vocabulary)
@@ -132,7 +141,7 @@ def run(
     return {
         "model": name,
         "workload": workload_name,
-        "quantization": quantization,
+        **asdict(how),
         "settings": asdict(workload),
         "tokens_per_s": statistics.median(rates),
         "all_tokens_per_s": rates,
@@ -150,7 +159,7 @@ def run(
 
 
 def run_continuously(
-    name: str, workload_name: str, *, num_rows: int, quantization: str | None
+    name: str, workload_name: str, *, num_rows: int, how: How
 ) -> dict[str, object]:
     """Measure one row: sequences follow each other, and an eighth more of them wait.
 
@@ -158,7 +167,7 @@ def run_continuously(
     """
     workload = WORKLOADS[workload_name]
     batch = replace(workload, prompts=num_rows // workload.samples)
-    engine = make_engine(SHAPES[name], batch, quantization=quantization)
+    engine = make_engine(SHAPES[name], batch, how=how)
     queue = itertools.chain.from_iterable(
         requests_of(batch, seed=seed, vocabulary=SHAPES[name].vocabulary)
         for seed in itertools.count()
@@ -187,7 +196,7 @@ def run_continuously(
     return {
         "model": name,
         "workload": workload_name,
-        "quantization": quantization,
+        **asdict(how),
         "settings": asdict(workload),
         "rows": num_rows,
         "tokens_per_s": num_tokens / elapsed,
@@ -207,15 +216,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", nargs="+", type=int, default=[])
     parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--lora-rank", type=int, default=0, help="adapters of all linear maps")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    rows, quantization = [], arguments.quantization
+    rows, how = [], How(arguments.quantization, arguments.lora_rank)
     for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
         if num_rows <= 0 or num_rows % WORKLOADS[workload].samples:
             parser.error(f"--rows {num_rows}: {workload} needs a multiple of its samples")
     for model in arguments.model:
         for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
-            row = run_continuously(model, workload, num_rows=num_rows, quantization=quantization)
+            row = run_continuously(model, workload, num_rows=num_rows, how=how)
             rows.append(row)
             print(
                 f"{model} {workload}, {num_rows} rows: {row['tokens_per_s']:,.0f} tokens/s, "
@@ -223,7 +233,7 @@ def main() -> None:
                 flush=True,
             )
         for workload in [] if arguments.rows else arguments.workload:
-            row = run(model, workload, repeats=arguments.repeats, quantization=quantization)
+            row = run(model, workload, repeats=arguments.repeats, how=how)
             rows.append(row)
             print(
                 f"{model} {workload}: {row['tokens_per_s']:,.0f} tokens/s, {row['seconds']:.2f} s, "

@@ -2,7 +2,7 @@
 """A whole GRPO step on one accelerator through the product, as a user starts it.
 
     python benchmarks/grpo_step.py [--model qwen2.5-0.5b] [--workload S] [--budget 24576]
-    [--folder FOLDER] [--output FILE] [key=value ...]
+    [--folder FOLDER] [--balanced] [--output FILE] [key=value ...]
 
 Prints one JSON object and a line. Model (random weights), prompts and reward are made in
 ``--folder`` and reused from there, also by ``peers/``; ``--prepare`` stops at that. Steps are
@@ -41,6 +41,7 @@ from shapes import (
     Workload,
     decode_steps,
     generation_floor_s,
+    plant_balance,
     plant_end,
     random_decoder,
     update_floor_s,
@@ -86,18 +87,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def prepare(folder: Path, model_name: str, *, workload_name: str) -> Path:
+def prepare(folder: Path, options: argparse.Namespace) -> Path:
     """The folder of a task: ``prompts.jsonl``, ``reward.py``, and ``task.json``, which says what
     the model's folder is called. What is complete already is left alone.
     """
-    shape, workload = MODELS[model_name], TASKS[workload_name]
+    shape, workload = MODELS[options.model], TASKS[options.workload]
     planted = f"-mean{workload.mean_response}" if workload.mean_response else ""
-    model = folder / f"{model_name}{planted}"
+    planted += "-balanced" if options.balanced else ""
+    model = folder / f"{options.model}{planted}"
     config = shape.hf_config("bfloat16")
     if not holds(model / "config.json", config):
-        write_model(model, shape, mean_response=workload.mean_response)
+        write_model(model, shape, mean_response=workload.mean_response, balanced=options.balanced)
         write_json(model / "config.json", config)
-    task = folder / f"{model_name}-{workload_name}"
+    task = folder / f"{options.model}-{options.workload}"
     content = {"model": model.name, "end_id": EOS_ID, **asdict(workload)}
     if not holds(task / "task.json", content):
         task.mkdir(exist_ok=True)
@@ -116,7 +118,7 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_model(folder: Path, shape: Shape, *, mean_response: int | None) -> None:
+def write_model(folder: Path, shape: Shape, *, mean_response: int | None, balanced: bool) -> None:
     """Weights and tokenizer, without config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     platform = select_platform("auto")
@@ -128,6 +130,8 @@ def write_model(folder: Path, shape: Shape, *, mean_response: int | None) -> Non
     )
     if mean_response is not None:
         plant_end(decoder, mean_response)
+    if balanced:
+        plant_balance(decoder)
     save_hf_folder(decoder, folder)
     del decoder
     if torch.accelerator.is_available():
@@ -336,6 +340,9 @@ def parse() -> argparse.Namespace:
         "--mismatch", action="store_true", help="score rollouts too; the update passes twice then"
     )
     parser.add_argument("--folder", type=Path, help="of models and prompts; else a temporary one")
+    parser.add_argument(
+        "--balanced", action="store_true", help="routers send about as many tokens to each expert"
+    )
     parser.add_argument("--prepare", action="store_true", help="make the folder and stop")
     parser.add_argument("--keep", type=Path, help="the folder of the run, with its trace")
     parser.add_argument("--output", type=Path)
@@ -346,7 +353,7 @@ def parse() -> argparse.Namespace:
 def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The JSON object."""
     shape, workload = MODELS[options.model], TASKS[options.workload]
-    task = prepare(folder, options.model, workload_name=options.workload)
+    task = prepare(folder, options)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         run_folder = options.keep or Path(temporary) / "run"
         if run_folder.exists():
@@ -392,7 +399,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         if options.prepare:
-            print(prepare(folder, options.model, workload_name=options.workload))
+            print(prepare(folder, options))
             return
         report = benchmark(options, folder)
     tell(report, options.output)

@@ -12,8 +12,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from tandem.config.derived.adapters import ALL_LINEAR, Adapters
+from tandem.models.adapters import with_adapters
 from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.experts import Experts
 from tandem.models.families import decoder_config
 from tandem.models.operators import Operators
 from tandem.types import Segments
@@ -56,10 +60,11 @@ TOKEN_SIDE = 28
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2.5 model, of a Qwen3 model with experts, or of a Qwen2.5-VL model.
+    """Sizes of a Qwen2.5 model, of a Qwen3 or Qwen1.5 model with experts, or of a Qwen2.5-VL model.
 
     ``inner`` is the width of the feed-forward, or of one expert. ``chosen`` of ``experts`` compute
-    a token. ``sees``: the model has a vision tower.
+    a token, beside a shared expert of width ``shared``, which makes the model one of Qwen1.5.
+    ``sees``: the model has a vision tower.
     """
 
     hidden: int
@@ -72,6 +77,7 @@ class Shape:
     tied: bool
     experts: int = 0
     chosen: int = 0
+    shared: int = 0
     sees: bool = False
 
     def decoder_config(self) -> DecoderConfig:
@@ -115,6 +121,13 @@ class Shape:
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
+        if self.shared:
+            config |= {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "model_type": "qwen2_moe",
+                "shared_expert_intermediate_size": self.shared,
+                "norm_topk_prob": False,
+            }
         return self._with_tower(config) if self.sees else config
 
     def _with_tower(self, text: dict[str, object]) -> dict[str, object]:
@@ -137,6 +150,7 @@ class Shape:
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         own = self.heads * self.head_dim
         feed_forward = 3 * self.inner * experts + self.experts
+        feed_forward += 3 * self.shared + 1 if self.shared else 0
         return self.layers * self.hidden * (qkv + own + feed_forward)
 
     @property
@@ -188,6 +202,9 @@ SHAPES = {
     "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8, 128, 152064, False),
     "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8, 128, 152064, False),
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, 151936, False, experts=128, chosen=8),
+    "qwen1.5-moe": Shape(
+        2048, 1408, 24, 16, 16, 128, 151936, False, experts=60, chosen=4, shared=5632
+    ),
     "olmoe-7b": Shape(2048, 1024, 16, 16, 16, 128, 50304, False, experts=64, chosen=8),
     "qwen2.5-vl-3b": Shape(2048, 11008, 36, 16, 2, 128, 151936, True, sees=True),
     "qwen2.5-vl-7b": Shape(3584, 18944, 28, 28, 4, 128, 152064, False, sees=True),
@@ -253,6 +270,7 @@ class Workload:
 
 WORKLOADS = {
     "S": Workload(64, 8, 128, 512),
+    "S8": Workload(1, 8, 128, 512),
     "A": Workload(64, 16, 256, 512),
     "B": Workload(32, 16, 512, 2048),
     "T": Workload(64, 8, 128, 2048, mean_response=512),
@@ -322,11 +340,20 @@ def update_floor_s(
 
 @torch.no_grad()
 def random_decoder(
-    shape: Shape, *, device: str, dtype: torch.dtype, operators: Operators, seed: int = 0
+    shape: Shape,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    operators: Operators,
+    seed: int = 0,
+    adapter_rank: int = 0,
 ) -> Decoder:
-    """Weights drawn on the device."""
+    """Weights drawn on the device. ``adapter_rank``: that of adapters of all linear maps."""
+    config = shape.decoder_config()
+    if adapter_rank:
+        config = with_adapters(config, adapters_of(adapter_rank))
     with torch.device("meta"):
-        decoder = Decoder(shape.decoder_config(), operators)
+        decoder = Decoder(config, operators)
     decoder.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in decoder.parameters():
@@ -336,6 +363,61 @@ def random_decoder(
         if weight.dim() == 1:
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
     return decoder
+
+
+def adapters_of(rank: int) -> Adapters:
+    """Return adapters of all linear maps."""
+    return Adapters(
+        rank,
+        alpha=rank,
+        has_root_scale=False,
+        targets=ALL_LINEAR,
+        excludes=(),
+        folder=None,
+        section="actor_rollout_ref.model",
+    )
+
+
+@torch.no_grad()
+def plant_balance(decoder: Decoder) -> None:
+    """Make the routers send about as many tokens to each expert, as training with a loss of balance
+    does.
+
+    Without it, all tokens of a deep random model choose the same experts. The embeddings become
+    large and what layers add becomes small, so that the states of a token remain its own. What a
+    random router adds to all tokens alike is taken out of its rows layer by layer.
+    """
+    head = decoder.lm_head_weight
+    decoder.embedding.weight.normal_()
+    for name, weight in decoder.named_parameters():
+        if name.endswith((".o.weight", ".down")):
+            weight.mul_(1 / math.sqrt(2 * decoder.config.num_layers))
+    generator = torch.Generator(head.device).manual_seed(2)
+    tokens = torch.randint(0, len(head), (4096,), device=head.device, generator=generator)
+    for experts in decoder.modules():
+        if not isinstance(experts, Experts):
+            continue
+        mean_D = mean_input(experts, decoder, token_T=tokens)
+        direction_D = mean_D / mean_D.norm()
+        common_E1 = (experts.router.float() @ direction_D)[:, None]
+        experts.router.sub_((common_E1 * direction_D).to(experts.router.dtype))
+
+
+def mean_input(module: nn.Module, decoder: Decoder, *, token_T: torch.Tensor) -> torch.Tensor:
+    """Return the mean over tokens of what a module of the decoder reads, fp32 (D,)."""
+    seen: list[torch.Tensor] = []
+    with module.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+        last_states(decoder, token_T)
+    return seen[0].float().mean(0)
+
+
+def last_states(decoder: Decoder, token_T: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states (T, D) of one sequence, fp32."""
+    none = torch.zeros(1, dtype=torch.int64)
+    one = Segments(none, torch.tensor([len(token_T)]), none, none)
+    positions = torch.arange(len(token_T), device=token_T.device)
+    attention = decoder.operators.packed_attention(one, token_T.device)
+    return decoder(token_T, positions, attention).float()
 
 
 @torch.no_grad()
@@ -357,11 +439,7 @@ def plant_end(decoder: Decoder, mean_response: int) -> None:
     head[EOS_ID] = 0.0
     generator = torch.Generator(head.device).manual_seed(1)
     tokens = torch.randint(0, len(head), (512,), device=head.device, generator=generator)
-    none = torch.zeros(1, dtype=torch.int64)
-    one = Segments(none, torch.tensor([512]), none, none)
-    positions = torch.arange(512, device=head.device)
-    attention = decoder.operators.packed_attention(one, head.device)
-    h_TD = decoder(tokens, positions, attention).float()
+    h_TD = last_states(decoder, tokens)
     log_total = torch.logsumexp(h_TD @ head.float().T, -1)
     wanted = (log_total - math.log(mean_response)).mean()
     head[EOS_ID, 0] = wanted / h_TD[:, 0].mean()

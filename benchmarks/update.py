@@ -9,7 +9,7 @@ Weights are fp32, and so is the optimizer unless ``--moments`` says otherwise; c
 micro-batches are cut by ``--budget`` packed tokens. Every combination of what the options list is a
 row. ``--offload-weights`` lets the fp32 weights rest in the host's memory between steps. MFU counts
 the floating-point operations of the same sequences one by one, without sharing prompts and without
-recomputation, against 989 TFLOP/s.
+recomputation, against 989 TFLOP/s. Routers of experts are balanced (``shapes.plant_balance``).
 """
 
 import argparse
@@ -24,7 +24,15 @@ from typing import Any, get_args
 import torch
 from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell
 from processes import children_end
-from shapes import PEAK_FLOPS, SHAPES, WORKLOADS, Workload, random_decoder, update_floor_s
+from shapes import (
+    PEAK_FLOPS,
+    SHAPES,
+    WORKLOADS,
+    Workload,
+    plant_balance,
+    random_decoder,
+    update_floor_s,
+)
 
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.schema.actor import ActorConfig
@@ -72,6 +80,8 @@ def make_engine(name: str, how: How) -> SingleDeviceEngine:
         dtype=torch.float32,
         operators=operators_for(platform),
     )
+    if SHAPES[name].experts:
+        plant_balance(decoder)
     stored = NativeModel(decoder, hf_config={}, source=Path())
     model = stored.in_dtype(torch.bfloat16)
     if how.recompute != "nothing":

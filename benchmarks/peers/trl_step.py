@@ -88,6 +88,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="TRL's default: score rollouts too, report and correct the difference",
     )
+    parser.add_argument("--lora-rank", type=int, default=0, help="adapters of all linear maps")
     parser.add_argument("--no-vllm", action="store_true", help="generate by transformers")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -180,9 +181,20 @@ def train(options: argparse.Namespace, chosen: dict[str, Any], *, task: dict[str
             args=trl.GRPOConfig(output_dir=output, **chosen),
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
             callbacks=[clock],
+            peft_config=adapters(options),
         )
         trainer.train()
     return clock
+
+
+def adapters(options: argparse.Namespace) -> Any:
+    """Return PEFT's configuration; None to train all parameters."""
+    if not options.lora_rank:
+        return None
+    import peft
+
+    rank = options.lora_rank
+    return peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
 
 
 def phases(step_s: float, sections: dict[str, float]) -> dict[str, float]:
@@ -265,6 +277,7 @@ def main() -> None:
         "settings": task,
         "warmup": options.warmup,
         "peer_settings": chosen,
+        "lora_rank": options.lora_rank,
         **summarize(clock, options, task=task),
     }
     text = json.dumps(report, indent=1)

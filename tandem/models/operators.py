@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.config.derived.experts import ExpertConfig
 from tandem.errors import UserError
 from tandem.models.attention import PackedAttention
 from tandem.models.expert_products import run_experts
 from tandem.models.logprob import TokenLogProbs, token_log_probs
 from tandem.models.quantized_operators import TORCH_QUANTIZED, QuantizedOperators
+from tandem.models.router import Choose, route
 from tandem.platforms.record import Platform
 from tandem.types import Segments
 
@@ -59,6 +61,20 @@ class RunExperts(Protocol):
     ) -> Tensor: ...
 
 
+class Route(Protocol):
+    """The type of ``Operators.route``."""
+
+    def __call__(
+        self,
+        h_TD: Tensor,
+        router_ED: Tensor,
+        *,
+        config: ExpertConfig,
+        correction_E: Tensor | None,
+        choose: Choose | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class ScoreTokens(Protocol):
     """The type of ``Operators.token_log_probs``."""
 
@@ -87,6 +103,7 @@ class Operators:
         packed_attention: ``(segments, device) -> attention`` for one packed batch.
         token_log_probs: see ``logprob.token_log_probs``.
         logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32, without gradients.
+        route: see ``router.route``.
         experts: ``(h_TD, expert_TK, weight_TK=, gate_up_E2FD=, down_EDF=) -> y_TD``: the weighted
             sum of the outputs of each token's experts.
         quantized: the operators of a decoder that generates in fp8.
@@ -98,6 +115,7 @@ class Operators:
     packed_attention: MakeAttention
     token_log_probs: ScoreTokens
     logits: Callable[[Tensor, Tensor], Tensor]
+    route: Route
     experts: RunExperts
     quantized: QuantizedOperators
 
@@ -221,6 +239,7 @@ TORCH = Operators(
     PackedAttention,
     token_log_probs,
     logits,
+    route,
     partial(run_experts, gate=gate),
     TORCH_QUANTIZED,
 )

@@ -11,6 +11,7 @@ from tandem.models.kernels.logprob import logits, token_log_probs
 from tandem.models.kernels.norm import add_norm
 from tandem.models.kernels.quantized import TRITON_QUANTIZED
 from tandem.models.kernels.rotary import rotate
+from tandem.models.kernels.router import route
 from tandem.models.kernels.varlen import VarlenAttention
 from tandem.models.operators import TORCH
 
@@ -22,6 +23,7 @@ TRITON = replace(
     packed_attention=VarlenAttention,
     token_log_probs=token_log_probs,
     logits=logits,
+    route=route,
     experts=experts,
     quantized=TRITON_QUANTIZED,
 )
