@@ -12,11 +12,15 @@ token, N = T K assignments, M received rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.collectives import exchange_rows, sum_gradients, sum_values
+from tandem.models.decoder import Decoder, DecoderLayer
 from tandem.models.expert_products import (
     ExpertOrder,
     collect,
@@ -37,6 +41,21 @@ def divide_experts(experts: Experts, layout: ParallelLayout) -> None:
     experts.routed = _DividedExperts(
         config.num_experts // layout.expert.size, config.inner, hidden=hidden, layout=layout
     )
+
+
+def compute_for_peers(decoder: Decoder) -> None:
+    """Take part in a pass of the peers without a token: compute what their tokens need here."""
+    weight = decoder.lm_head_weight
+    none_TD = weight.new_empty(0, weight.shape[1])
+    for layer in cast(Iterable[DecoderLayer], decoder.layers):
+        if layer.experts is not None:
+            num_chosen = layer.experts.config.num_chosen
+            layer.experts.routed(
+                none_TD,
+                decoder.operators,
+                expert_TK=torch.empty(0, num_chosen, dtype=torch.int64, device=weight.device),
+                weight_TK=torch.empty(0, num_chosen, device=weight.device),
+            )
 
 
 class _DividedExperts(RoutedExperts):

@@ -16,7 +16,7 @@ from tandem.models.folder import ModelFolder, check_folder, fill_slices
 from tandem.models.hf import open_without_weights
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import operators_for
-from tandem.models.parallel import WHOLE
+from tandem.models.parallel import WHOLE, ParallelLayout
 from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate
 from tandem.platforms.record import Platform
@@ -81,12 +81,20 @@ def changing_slices(model: ShardedModel | FsdpModel) -> Callable[[], list[HeldSl
 
 
 def open_received(
-    spec: PolicySpec, folder: ModelFolder, *, platform: Platform, device: torch.device
+    spec: PolicySpec,
+    folder: ModelFolder,
+    *,
+    platform: Platform,
+    device: torch.device,
+    layout: ParallelLayout = WHOLE,
 ) -> ShardedModel:
-    """Open a whole policy with uninitialized weights, which the weight link fills.
+    """Open a policy with uninitialized weights, which the weight link fills.
 
     What the link does not bring is loaded: a frozen tower, or the base of adapters, which have
     their initial values.
+
+    Args:
+        layout: the processes that generate together.
     """
     config, dtype = folder.decoder_config, compute_dtype(spec.layout, platform)
     if config is None:
@@ -96,10 +104,10 @@ def open_received(
             device=device,
             trust_remote_code=folder.trust_remote_code,
         )
-    decoder = local_decoder(config, WHOLE, operators=operators_for(platform))
+    decoder = local_decoder(config, layout, operators=operators_for(platform))
     allocate(decoder, dtype=dtype, device=device)
     decoder.requires_grad_(False)
-    model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+    model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path, layout=layout)
     brought = set() if folder.start is not None else trained_parameters(decoder).keys()
     kept = [held for held in model.held_slices() if held.spec.name not in brought]
     if kept:

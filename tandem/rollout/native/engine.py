@@ -27,6 +27,7 @@ from tandem.models.routing import RecordedRoutes, expert_layers, route_dtype
 from tandem.pictures import total_shift
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.lock_step import LockStep
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
 from tandem.rollout.native.scheduler import Admission, Removal, Row, Scheduler
@@ -64,11 +65,18 @@ class NativeRolloutEngine:
         config: NativeRolloutConfig,
         *,
         substitute: Substitute | None = None,
+        lock_step: LockStep | None = None,
     ) -> None:
-        """Build the engine. ``substitute`` computes in place of ``decoder``, if given."""
+        """Build the engine.
+
+        Args:
+            substitute: computes in place of ``decoder``, if given.
+            lock_step: lets processes that divide the experts of ``decoder`` compute together.
+        """
         shape = CacheShape.of(decoder)
         self._decoder = decoder
         self._substitute = substitute
+        self._lock_step = lock_step
         self._config = config
         self._device = shape.device
         self._experts = decoder.config.experts if config.records_routes else None
@@ -152,7 +160,11 @@ class NativeRolloutEngine:
         for _ in steps:
             if completions or not self._scheduler.has_work:
                 break
+            if self._lock_step is not None and not self._lock_step.may_step():
+                break
             completions = self._admit() or self._decode()
+        if self._lock_step is not None:
+            self._lock_step.leave(stops=bool(completions) or self._scheduler.has_work)
         if not self._scheduler.has_work and self._cache.num_bytes > _SMALL_CACHE_BYTES:
             self._cache.release()
         return completions
@@ -238,6 +250,7 @@ class NativeRolloutEngine:
     ) -> Tensor:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
+        self._begin_pass()
         self.num_prefilled_tokens += len(packed.token_T)
         if self._substitute is not None:
             return self._substitute(packed.token_T, packed.position_T, attention)
@@ -365,6 +378,7 @@ class NativeRolloutEngine:
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
         position_B = column - cache.facts_4R[0, :num_rows] + cache.facts_4R[3, :num_rows]
+        self._begin_pass()
         if self._substitute is not None:
             h_BD = self._substitute(token_B, position_B, attention)
         else:
@@ -378,6 +392,11 @@ class NativeRolloutEngine:
             self._draw_uniforms()
         self.num_decoded_tokens += num_rows
         return self._sample(logits_BV, 0)
+
+    def _begin_pass(self) -> None:
+        """Let the peers take part in the pass that follows."""
+        if self._lock_step is not None:
+            self._lock_step.begin_pass()
 
     def _new_attention(self) -> DecodeAttention:
         rows, first_column = self._scheduler.rows, self._scheduler.oldest_column

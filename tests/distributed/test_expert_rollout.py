@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation with experts divided over processes: the tokens of one process that holds all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.api import RolloutEngine
+from tandem.config.schema.rollout import RolloutConfig
+from tandem.models.folder import check_folder, open_part
+from tandem.models.language_model import NativeModel
+from tandem.models.parallel import WHOLE, ParallelLayout, Peers
+from tandem.platforms.record import CPU
+from tandem.rollout.factory import EngineSpec, build_engine
+from tandem.types import Completion, GenerationRequest, SamplingParams
+from tests.distributed.spawn import run_ranks
+from tests.fakes.commands import run_command
+from tests.fakes.tiny_experts import write_tiny_qwen3_moe
+from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
+from tests.unit.models.tiny_models import EXPERTS, write_hf
+
+SAMPLED = SamplingParams(1.0, 1.0, -1, max_new_tokens=9)
+CASES = ("qwen3_moe", "dots1", "deepseek_v3")
+Found = dict[int, Completion]
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Requests, and the version of weights that comes after some advances, or None."""
+
+    requests: tuple[GenerationRequest, ...]
+    version: int | None = None
+
+
+def _request(first: int, num_samples: int, *ids: int, tokens: int = 9) -> GenerationRequest:
+    samples = tuple(range(first, first + num_samples))
+    return GenerationRequest(samples, ids, replace(SAMPLED, max_new_tokens=tokens))
+
+
+WAVES = (
+    # More prompts than processes, of unequal lengths and ends.
+    _Wave(
+        (
+            _request(0, 3, 3, 5, 7),
+            _request(3, 1, 11, tokens=1),
+            _request(4, 2, *range(20, 32)),
+            _request(6, 5, 40, 41, tokens=17),
+        )
+    ),
+    # One process has work, and the weights change in the middle.
+    _Wave((_request(20, 1, 9, 8, 7, tokens=12),), version=1),
+    # One prompt for all.
+    _Wave((_request(30, 6, 2, 4, tokens=7),), version=2),
+)
+
+
+def _engine(folder: Path, layout: ParallelLayout, config: RolloutConfig) -> RolloutEngine:
+    model = open_part(check_folder(str(folder)), layout, dtype=torch.float32, device="cpu")
+    assert isinstance(model, NativeModel)
+    return build_engine(EngineSpec(model, folder, config, eos_ids=(0, 1, 2), platform=CPU))
+
+
+def _generate(engine: RolloutEngine, waves: Sequence[_Wave]) -> Found:
+    found: Found = {}
+    for wave in waves:
+        engine.add(wave.requests)
+        if wave.version is not None:
+            found |= {one.sample_id: one for one in engine.advance(3)}
+            engine.set_weights_version(wave.version)
+        # All processes make the same number of calls, as the driver does; the last ones are idle.
+        for _ in range(24):
+            found |= {one.sample_id: one for one in engine.advance(4)}
+    return found
+
+
+def _generate_on_rank(
+    rank: int, size: int, store_port: int, folders: Sequence[Path], config: RolloutConfig
+) -> list[tuple[Found, float]]:
+    results: list[tuple[Found, float]] = []
+    for folder in folders:
+        engine = _engine(folder, ParallelLayout(expert=Peers(rank, size)), config)
+        found = _generate(engine, WAVES)
+        results.append((found, engine.metrics()["num_idle_passes"]))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.deep)])
+def test_tokens_do_not_depend_on_the_number_of_processes_that_divide_experts(
+    tmp_path: Path, size: int
+) -> None:
+    """Few rows: sequences wait for one, and processes end at different times (MO9, MO10)."""
+    folders = [tmp_path / case for case in CASES]
+    for case, folder in zip(CASES, folders, strict=True):
+        write_hf(EXPERTS[case](), folder)
+    config = RolloutConfig(max_num_seqs=2)
+    ranks = run_ranks(_generate_on_rank, size, folders, config)
+    for number, folder in enumerate(folders):
+        alone = _generate(_engine(folder, WHOLE, config), WAVES)
+        together = [rank[number] for rank in ranks]
+        ids = [sample for found, _ in together for sample in found]
+        assert sorted(ids) == sorted(alone), "each sample is drawn by one process"
+        assert all(found for found, _ in together)
+        assert sum(idle for _, idle in together) > 0, "some pass had to be made for others alone"
+        for found, _ in together:
+            for sample, completion in found.items():
+                wanted = alone[sample]
+                assert completion.token_ids == wanted.token_ids
+                assert completion.finish_reason == wanted.finish_reason
+                assert completion.log_probs == pytest.approx(wanted.log_probs, abs=1e-5)
+
+
+DIVIDED = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.fsdp_config.expert_model_parallel_size=2",
+    "actor_rollout_ref.rollout.expert_parallel_size=2",
+)
+BALANCE = ("actor/experts/max_over_mean",)
+"""It is about what a device computes at once."""
+
+
+def test_a_run_with_divided_experts_draws_and_learns_what_one_process_does(
+    material: Material, tmp_path: Path
+) -> None:
+    policy = write_tiny_qwen3_moe(tmp_path / "policy")
+    runs = {"alone": (), "divided": DIVIDED}
+    for name, words in runs.items():
+        arguments = train_arguments(
+            material,
+            tmp_path / name,
+            f"actor_rollout_ref.model.path={policy}",
+            "trainer.total_training_steps=2",
+            "trainer.test_freq=2",
+            *words,
+        )
+        ended = run_command(arguments, folder=tmp_path)
+        assert ended.code == 0, ended.stderr
+    alone, divided = (repeatable(metrics_of(tmp_path / name)) for name in runs)
+    assert alone.keys() == divided.keys()
+    for step, row in alone.items():
+        of_a_device = {name: divided[step][name] for name in BALANCE if name in row}
+        assert divided[step] == pytest.approx(row | of_a_device, abs=1e-5)
+    assert _drawn(tmp_path / "alone") == _drawn(tmp_path / "divided")
+
+
+def _drawn(run: Path) -> list[tuple[int, int, str]]:
+    lines = read_lines(run / "rollouts.jsonl")
+    return sorted((line["step"], line["sample_id"], line["response"]) for line in lines)
