@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, ShardedModel, open_fsdp_model
@@ -23,6 +24,7 @@ from tandem.platforms.record import Platform
 from tandem.types import HeldSlice
 from tandem.workers.job import PolicySpec
 from tandem.workers.policies import compute_dtype, policy_folder, trained_dtype
+from tandem.workers.shared_experts import assign
 
 _BASE = "tandem/base"
 """The key of the store for the base of the process that came first."""
@@ -87,6 +89,7 @@ def open_received(
     platform: Platform,
     device: torch.device,
     layout: ParallelLayout = WHOLE,
+    shared: Mapping[str, Tensor] | None = None,
 ) -> ShardedModel:
     """Open a policy with uninitialized weights, which the weight link fills.
 
@@ -95,6 +98,7 @@ def open_received(
 
     Args:
         layout: the processes that generate together.
+        shared: weights of the trainer that the policy computes with, by name.
     """
     config, dtype = folder.decoder_config, compute_dtype(spec.layout, platform)
     if config is None:
@@ -105,6 +109,7 @@ def open_received(
             trust_remote_code=folder.trust_remote_code,
         )
     decoder = local_decoder(config, layout, operators=operators_for(platform))
+    assign(decoder, shared or {})
     allocate(decoder, dtype=dtype, device=device)
     decoder.requires_grad_(False)
     model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path, layout=layout)

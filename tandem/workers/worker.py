@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of a pool: the engines of the pool's tasks, and its end of the weight link.
 
-It is built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage,
-because the trainer's weights are sharded over all ranks. The link sends them to the rollout, and to
-a policy that scores on separate devices. Except for generation, all ranks of a pool make the same
-calls.
+It is built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage but
+that of experts that both divide alike (``shared_experts``), because the trainer's other weights are
+sharded over all ranks. The link sends them to the rollout, and to a policy that scores on separate
+devices. Except for generation, all ranks of a pool make the same calls.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem.api import Capacity, Loss, Scores
 from tandem.comm.flagcx_plugin import pool_library
@@ -52,8 +53,9 @@ from tandem.workers.parts import (
     received_folder,
     require_same_base,
 )
-from tandem.workers.policies import open_initial
+from tandem.workers.policies import compute_dtype, open_initial
 from tandem.workers.remote import PeakMemory
+from tandem.workers.shared_experts import shared_experts
 
 
 class Worker:
@@ -319,8 +321,14 @@ class Worker:
             return None
         folder = received_folder(spec.policy)
         layout = self._rollout_layout(spec.config.expert_parallel_size)
+        shared = self._shared_experts(spec.policy, layout)
         policy = open_received(
-            spec.policy, folder, platform=self._platform, device=self._device, layout=layout
+            spec.policy,
+            folder,
+            platform=self._platform,
+            device=self._device,
+            layout=layout,
+            shared=shared,
         )
         engine = build_engine(
             EngineSpec(
@@ -337,7 +345,7 @@ class Worker:
         # Servers that join later get the version in use from it.
         needs_policy = spec.config.restarts_engine or spec.config.attaches_servers
         keeps_policy = spec.scores or needs_policy
-        return LinkedRollout(engine, policy, keeps_policy=keeps_policy)
+        return LinkedRollout(engine, policy, keeps_policy=keeps_policy, shared=shared)
 
     def _rollout_layout(self, num_devices: int) -> ParallelLayout:
         """Return the processes that divide the experts in generation. Collective over the pool."""
@@ -345,6 +353,12 @@ class Worker:
             return WHOLE
         group = consecutive_group(num_devices, timeout_s=self._timeout_s)
         return ParallelLayout(expert=Peers(self._place.rank % num_devices, num_devices, group))
+
+    def _shared_experts(self, spec: PolicySpec, layout: ParallelLayout) -> Mapping[str, Tensor]:
+        if self._trained is None or layout.expert.size == 1:
+            return {}
+        dtype = compute_dtype(spec.layout, self._platform)
+        return shared_experts(self._trained, layout, dtype=dtype)
 
     def _open_link(self, generation: int) -> WeightLink:
         spec, rollout, trained = self._link_spec, self._rollout, self._trained
