@@ -230,21 +230,17 @@ def require_recording(
         raise UserError(key, True, rule=rule, remedy=f"Leave out {keys}.")
 
 
-def require_divided_experts(
-    config: RolloutConfig, decoder: DecoderConfig | None, *, platform: Platform
-) -> None:
+def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None) -> None:
     """Raise UserError if experts are to be divided by an engine that does not divide them.
 
     Args:
         decoder: None for a model that transformers computes.
     """
     size = config.expert_parallel_size
-    if size == 1 or (decoder is not None and _is_dense(decoder, platform)):
+    if size == 1 or decoder is not None:
         return
     key = "actor_rollout_ref.rollout.expert_parallel_size"
-    rule = f"the engine for {platform.name} does not divide experts yet"
-    if decoder is None:
-        rule = "transformers generates with this model, and divides no experts"
+    rule = "transformers generates with this model, and divides no experts"
     raise UserError(key, size, rule=rule, remedy=f"Leave out {key}.")
 
 
@@ -298,13 +294,17 @@ def build_paged(spec: EngineSpec) -> RolloutEngine:
     weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
     weights_bytes += 0 if quantized is None else quantized.num_bytes
     share_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
-    return PagedRolloutEngine(
+    peers = spec.model.layout.expert
+    lock_step = LockStep(peers, partial(compute_for_peers, decoder)) if peers.size > 1 else None
+    engine = PagedRolloutEngine(
         decoder,
         _settings(spec, cache_bytes=max(0, share_bytes - weights_bytes)),
         make_capturer=eager if config.enforce_eager else platform.make_capturer,
         num_multiprocessors=platform.num_multiprocessors(),
         quantized=quantized,
+        lock_step=lock_step,
     )
+    return engine if lock_step is None else DividedEngine(engine, peers, lock_step=lock_step)
 
 
 def _decoder(spec: EngineSpec) -> Decoder:

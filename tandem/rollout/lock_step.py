@@ -9,7 +9,7 @@ them end a round with the same agreement, so that none waits for one that has le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import distributed
@@ -20,15 +20,15 @@ _MUST, _MAY, _STOPS = range(3)
 
 
 class LockStep:
-    """One process's part. All peers call ``leave`` at the end of each round of passes.
+    """The part of one process. All peers call ``leave`` at the end of each round of passes.
 
     Args:
-        attend: takes part in a pass of the peers without a token of its own.
+        attend: takes part in a pass of the peers without a token of its own; an engine may set it.
     """
 
     def __init__(self, peers: Peers, attend: Callable[[], None]) -> None:
         self._peers = peers
-        self._attend = attend
+        self.attend = attend
         self._owes_pass = False
         self._is_over = False
         self.num_attended = 0
@@ -52,8 +52,14 @@ class LockStep:
         while self._owes_pass or (not self._is_over and self._agree(_STOPS if stops else None)):
             self._owes_pass = False
             self.num_attended += 1
-            self._attend()
+            self.attend()
         self._is_over = False
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of the peers' numbers, for each of some numbers."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._peers.group)
+        return found.tolist()
 
     def totals(self, number: int) -> list[int]:
         """Return the numbers of all peers, in their order."""

@@ -31,8 +31,8 @@ def shared_experts(
         dtype: the precision of generation.
     """
     config, offloads = trained.config, trained.spec.config
-    is_native = isinstance(config, DecoderConfig)
-    if not is_native or offloads.param_offload or offloads.offload_policy:
+    leaves = offloads.param_offload or offloads.offload_policy
+    if not isinstance(config, DecoderConfig) or leaves:
         return {}
     held = {one.spec: one.tensor for one in trained.held_slices()}
     needed = tensor_regions(config, rank=0, size=1, dtype=dtype, experts=layout.expert)

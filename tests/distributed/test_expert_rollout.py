@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +15,15 @@ from tandem.config.schema.rollout import RolloutConfig
 from tandem.models.folder import check_folder, open_part
 from tandem.models.language_model import NativeModel
 from tandem.models.parallel import WHOLE, ParallelLayout, Peers
+from tandem.platforms.capture import Capturer, Replay
 from tandem.platforms.record import CPU
+from tandem.rollout.divided import DividedEngine
 from tandem.rollout.factory import EngineSpec, build_engine
+from tandem.rollout.lock_step import LockStep
+from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 from tests.distributed.spawn import run_ranks
+from tests.fakes import interpreted_triton
 from tests.fakes.commands import run_command
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
@@ -112,6 +117,67 @@ def test_tokens_do_not_depend_on_the_number_of_processes_that_divide_experts(
                 assert completion.token_ids == wanted.token_ids
                 assert completion.finish_reason == wanted.finish_reason
                 assert completion.log_probs == pytest.approx(wanted.log_probs, abs=1e-5)
+
+
+def _generate_in_pages(
+    rank: int, size: int, store_port: int, folder: Path, rounds: Sequence[_Wave]
+) -> tuple[Found, float]:
+    """Draw with the engine of accelerators, whose kernels are interpreted."""
+    interpreted_triton.install()
+    from tandem.rollout.paged.engine import PagedRolloutEngine
+
+    layout = ParallelLayout(expert=Peers(rank, size)) if size > 1 else WHOLE
+    model = open_part(check_folder(str(folder)), layout, dtype=torch.float32, device="cpu")
+    assert isinstance(model, NativeModel)
+    decoder, peers = model.decoder, layout.expert
+    lock_step = LockStep(peers, lambda: None) if size > 1 else None
+    engine = PagedRolloutEngine(
+        decoder,
+        NativeRolloutConfig(
+            seed=1,
+            eos_ids=(0, 1, 2),
+            max_num_seqs=3,
+            max_num_batched_tokens=16,
+            max_cache_bytes=1 << 24,
+        ),
+        make_capturer=_running_capturer,
+        num_multiprocessors=1,
+        lock_step=lock_step,
+    )
+    if lock_step is None:
+        return _generate(engine, rounds), 0.0
+    divided = DividedEngine(engine, peers, lock_step=lock_step)
+    found = _generate(divided, rounds)
+    assert divided.sleep(), "all is drawn"
+    found |= _generate(divided, rounds[:1])  # with what is captured anew
+    return found, divided.metrics()["num_idle_passes"]
+
+
+def _running_capturer() -> Capturer:
+    """Return a capturer that runs a function before it captures it, as that of graphs does."""
+
+    def capture(function: Callable[[], None]) -> Replay:
+        function()
+        return function
+
+    return capture
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.deep)])
+def test_the_engine_of_accelerators_draws_the_same_with_divided_experts(
+    tmp_path: Path, size: int
+) -> None:
+    pytest.importorskip("triton", reason="the kernels need triton")
+    folder = write_tiny_qwen3_moe(tmp_path)
+    (alone, _), *_ = run_ranks(_generate_in_pages, 1, folder, WAVES)
+    together = run_ranks(_generate_in_pages, size, folder, WAVES)
+    ids = [sample for found, _ in together for sample in found]
+    assert sorted(ids) == sorted(alone)
+    assert sum(idle for _, idle in together) > 0
+    for found, _ in together:
+        for sample, completion in found.items():
+            assert completion.token_ids == alone[sample].token_ids
+            assert completion.log_probs == pytest.approx(alone[sample].log_probs, abs=1e-5)
 
 
 DIVIDED = (

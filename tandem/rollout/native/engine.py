@@ -67,11 +67,8 @@ class NativeRolloutEngine:
         substitute: Substitute | None = None,
         lock_step: LockStep | None = None,
     ) -> None:
-        """Build the engine.
-
-        Args:
-            substitute: computes in place of ``decoder``, if given.
-            lock_step: lets processes that divide the experts of ``decoder`` compute together.
+        """Build the engine. ``substitute`` computes in place of ``decoder``, if given. With
+        ``lock_step``, processes that divide its experts compute together.
         """
         shape = CacheShape.of(decoder)
         self._decoder = decoder
@@ -250,7 +247,8 @@ class NativeRolloutEngine:
     ) -> Tensor:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
-        self._begin_pass()
+        if self._lock_step is not None:
+            self._lock_step.begin_pass()
         self.num_prefilled_tokens += len(packed.token_T)
         if self._substitute is not None:
             return self._substitute(packed.token_T, packed.position_T, attention)
@@ -378,7 +376,8 @@ class NativeRolloutEngine:
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
         position_B = column - cache.facts_4R[0, :num_rows] + cache.facts_4R[3, :num_rows]
-        self._begin_pass()
+        if self._lock_step is not None:
+            self._lock_step.begin_pass()
         if self._substitute is not None:
             h_BD = self._substitute(token_B, position_B, attention)
         else:
@@ -392,11 +391,6 @@ class NativeRolloutEngine:
             self._draw_uniforms()
         self.num_decoded_tokens += num_rows
         return self._sample(logits_BV, 0)
-
-    def _begin_pass(self) -> None:
-        """Let the peers take part in the pass that follows."""
-        if self._lock_step is not None:
-            self._lock_step.begin_pass()
 
     def _new_attention(self) -> DecodeAttention:
         rows, first_column = self._scheduler.rows, self._scheduler.oldest_column
