@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.api import RolloutEngine
+from tandem.comm.world import consecutive_group
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.models.folder import check_folder, open_part
 from tandem.models.language_model import NativeModel
@@ -25,10 +28,12 @@ from tandem.types import Completion, GenerationRequest, SamplingParams
 from tests.distributed.spawn import run_ranks
 from tests.fakes import interpreted_triton
 from tests.fakes.commands import run_command
+from tests.fakes.patience import LIMIT_S
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 from tests.unit.models.tiny_models import EXPERTS, write_hf
 
+_PATIENCE_S = 20.0
 SAMPLED = SamplingParams(1.0, 1.0, -1, max_new_tokens=9)
 CASES = ("qwen3_moe", "dots1", "deepseek_v3")
 Found = dict[int, Completion]
@@ -102,7 +107,7 @@ def test_tokens_do_not_depend_on_the_number_of_processes_that_divide_experts(
     folders = [tmp_path / case for case in CASES]
     for case, folder in zip(CASES, folders, strict=True):
         write_hf(EXPERTS[case](), folder)
-    config = RolloutConfig(max_num_seqs=2)
+    config = RolloutConfig(max_num_seqs=2, enable_rollout_routing_replay=True)
     ranks = run_ranks(_generate_on_rank, size, folders, config)
     for number, folder in enumerate(folders):
         alone = _generate(_engine(folder, WHOLE, config), WAVES)
@@ -116,7 +121,41 @@ def test_tokens_do_not_depend_on_the_number_of_processes_that_divide_experts(
                 wanted = alone[sample]
                 assert completion.token_ids == wanted.token_ids
                 assert completion.finish_reason == wanted.finish_reason
+                assert np.array_equal(completion.routes, wanted.routes), "the router is whole"
                 assert completion.log_probs == pytest.approx(wanted.log_probs, abs=1e-5)
+
+
+def _generate_in_groups(
+    rank: int, size: int, store_port: int, folder: Path
+) -> tuple[Found, float | None]:
+    """Generate in two groups of two, of which the last process leaves its peer alone.
+
+    Returns:
+        the completions, and after how many seconds the process that was left alone found out.
+    """
+    group = consecutive_group(2, timeout_s=_PATIENCE_S)
+    layout = ParallelLayout(expert=Peers(rank % 2, 2, group))
+    engine = _engine(folder, layout, RolloutConfig())
+    if rank == 3:
+        return {}, None
+    if rank < 2:
+        return _generate(engine, WAVES[:1]), None
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        _generate(engine, WAVES[:1])
+    return {}, time.monotonic() - started
+
+
+def test_groups_are_independent_and_wait_for_a_lost_process_for_a_limited_time(
+    tmp_path: Path,
+) -> None:
+    write_hf(EXPERTS["qwen3_moe"](), tmp_path)
+    ranks = run_ranks(_generate_in_groups, 4, tmp_path)
+    alone = _generate(_engine(tmp_path, WHOLE, RolloutConfig()), WAVES[:1])
+    found = ranks[0][0] | ranks[1][0]
+    assert found.keys() == alone.keys()
+    assert all(found[x].token_ids == alone[x].token_ids for x in alone)
+    assert ranks[2][1] < LIMIT_S
 
 
 def _generate_in_pages(
@@ -184,6 +223,7 @@ DIVIDED = (
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.fsdp_config.expert_model_parallel_size=2",
     "actor_rollout_ref.rollout.expert_parallel_size=2",
+    "actor_rollout_ref.rollout.free_cache_engine=True",
 )
 BALANCE = ("actor/experts/max_over_mean",)
 """It is about what a device computes at once."""
