@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,24 @@ def world_backend(device_type: str, library: str) -> str:
         ('cpu:gloo,npu:hccl', 'gloo')
     """
     return library if device_type == "cpu" else f"cpu:gloo,{device_type}:{library}"
+
+
+def consecutive_group(size: int, *, timeout_s: float) -> ProcessGroup | None:
+    """Return the group of this process among runs of ``size`` consecutive ranks of the world.
+
+    All processes of the world call this together. ``size`` divides their number.
+
+    Returns:
+        None if the group is the world.
+    """
+    rank, total = distributed.get_rank(), distributed.get_world_size()
+    if size == total:
+        return None
+    groups = [
+        distributed.new_group(list(range(first, first + size)), timedelta(seconds=timeout_s))
+        for first in range(0, total, size)
+    ]
+    return groups[rank // size]
 
 
 def join_world(store: Store, place: WorldPlace) -> None:

@@ -42,6 +42,7 @@ from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
 from tandem.rollout.factory import (
     require_decoder,
+    require_divided_experts,
     require_kernels,
     require_quantization,
     require_recording,
@@ -369,6 +370,7 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     require_decoder(rollout, decoder, model=str(model.path))
     require_quantization(rollout, decoder, platform=platform)
     require_recording(rollout, decoder, platform=platform)
+    require_divided_experts(rollout, decoder)
     require_recorded_scores(config, has_decoder=decoder is not None)
 
 

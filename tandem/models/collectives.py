@@ -42,6 +42,32 @@ def exchange_rows(
     return _ExchangeRows.apply(x_ND, peers, list(sent), list(received))
 
 
+def gather_rows(columns: Sequence[Tensor], peers: Peers) -> list[Tensor]:
+    """Return the rows of all peers, by peer, of each of some tensors (T, ...), without gradient.
+
+    All peers have the same number of rows. The tensors travel together, in one collective.
+    """
+    num_rows = len(columns[0])
+    rows = [column.contiguous().view(num_rows, -1).view(torch.uint8) for column in columns]
+    own = torch.cat(rows, 1)
+    gathered = _all_to_all(own.expand(peers.size, *own.shape), peers).flatten(0, 1)
+    parts = gathered.split([row.shape[1] for row in rows], 1)
+    return [
+        part.contiguous().view(column.dtype).view(-1, *column.shape[1:])
+        for part, column in zip(parts, columns, strict=True)
+    ]
+
+
+def scatter_sums(y_MD: Tensor, peers: Peers) -> Tensor:
+    """Return this peer's M / P rows of the sum over the peers, without gradient.
+
+    The sum is in fp32 and in the order of the peers.
+    """
+    parts_PTD = _all_to_all(y_MD.unflatten(0, (peers.size, -1)), peers)
+    wide = torch.promote_types(y_MD.dtype, torch.float32)
+    return parts_PTD.sum(0, dtype=wide).to(y_MD.dtype)
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:

@@ -43,15 +43,21 @@ def run_experts(
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
     gate: Callable[[Tensor], Tensor],
+    is_part: bool = False,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (T, D).
 
     Args:
         gate: ``operators.Operators.gate``.
+        is_part: whether there may be experts of other processes; see ``operators.Operators``.
     """
-    order = order_by_expert(expert_TK.flatten(), len(gate_up_E2FD))
-    x_ND = spread(h_TD, order, num_chosen=expert_TK.shape[1])
-    z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=order.stop_E, gate=gate)
+    num_experts = len(gate_up_E2FD)
+    order = order_by_expert(expert_TK.flatten(), num_experts + is_part)
+    x_ND, stop_E = spread(h_TD, order, num_chosen=expert_TK.shape[1]), order.stop_E[:num_experts]
+    z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=stop_E, gate=gate)
+    if is_part:  # on accelerators, rows behind the last stop are not written
+        is_behind_N = torch.arange(len(z_ND), device=z_ND.device) >= stop_E[-1]
+        z_ND = z_ND.masked_fill(is_behind_N[:, None], 0)
     return combine(z_ND, order, weight_TK=weight_TK)
 
 

@@ -58,6 +58,7 @@ class RunExperts(Protocol):
         weight_TK: Tensor,
         gate_up_E2FD: Tensor,
         down_EDF: Tensor,
+        is_part: bool = False,
     ) -> Tensor: ...
 
 
@@ -104,8 +105,9 @@ class Operators:
         token_log_probs: see ``logprob.token_log_probs``.
         logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32, without gradients.
         route: see ``router.route``.
-        experts: ``(h_TD, expert_TK, weight_TK=, gate_up_E2FD=, down_EDF=) -> y_TD``: the weighted
-            sum of the outputs of each token's experts.
+        experts: ``(h_TD, expert_TK, weight_TK=, gate_up_E2FD=, down_EDF=, is_part=False) -> y_TD``:
+            the weighted sum of the outputs of each token's experts. With ``is_part``, the number E
+            stands for all experts of other processes, which add nothing.
         quantized: the operators of a decoder that generates in fp8.
     """
 

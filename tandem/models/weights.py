@@ -126,6 +126,8 @@ def allocate(
 ) -> None:
     """Allocate uninitialised weights for a decoder on the meta device.
 
+    Weights that are elsewhere already are kept.
+
     Args:
         dtype: the precision of trained weights.
         base_dtype: the precision of the frozen weights of a decoder with adapters; None: ``dtype``.
@@ -133,6 +135,8 @@ def allocate(
     # Not ``to_empty``, which imports sympy and takes half a second.
     for module in decoder.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
+            if not weight.is_meta:
+                continue
             own = dtype if weight.requires_grad else base_dtype or dtype
             own = weight.dtype if is_fixed(f".{name}") else own
             empty = torch.empty(weight.shape, dtype=own, device=device)

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -20,13 +21,16 @@ from tandem.config.schema.imports import import_dotted
 from tandem.config.schema.rollout import ENGINES, RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.expert_parallel import compute_for_peers
 from tandem.models.language_model import LanguageModel
 from tandem.models.quantized import KEY, QuantizedDecoder, require_quantizable
 from tandem.platforms.capture import eager
 from tandem.platforms.record import Platform
 from tandem.rollout.choice import choose_engine, hf_warning
+from tandem.rollout.divided import DividedEngine
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine, ModuleSink, empty_model
 from tandem.rollout.joint import JointMember
+from tandem.rollout.lock_step import LockStep
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.paged.cache import HEAD_DIMS
 from tandem.rollout.restarts import RestartingEngine
@@ -226,6 +230,20 @@ def require_recording(
         raise UserError(key, True, rule=rule, remedy=f"Leave out {keys}.")
 
 
+def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None) -> None:
+    """Raise UserError if experts are to be divided by an engine that does not divide them.
+
+    Args:
+        decoder: None for a model that transformers computes.
+    """
+    size = config.expert_parallel_size
+    if size == 1 or decoder is not None:
+        return
+    key = "actor_rollout_ref.rollout.expert_parallel_size"
+    rule = "transformers generates with this model, and divides no experts"
+    raise UserError(key, size, rule=rule, remedy=f"Leave out {key}.")
+
+
 def build_hf(spec: EngineSpec) -> RolloutEngine:
     """Build the engine over transformers' generate.
 
@@ -247,6 +265,11 @@ def build_dense(spec: EngineSpec) -> RolloutEngine:
         settings = _settings(spec, cache_bytes=cache_bytes // joint.passes.num_policies)
         return NativeRolloutEngine(decoder, settings, substitute=joint.join(decoder))
     settings = _settings(spec, cache_bytes=cache_bytes)
+    peers = spec.model.layout.expert
+    if peers.size > 1:
+        lock_step = LockStep(peers, partial(compute_for_peers, decoder))
+        engine = NativeRolloutEngine(decoder, settings, lock_step=lock_step)
+        return DividedEngine(engine, peers, lock_step=lock_step)
     return NativeRolloutEngine(decoder, settings, substitute=_quantized(spec, decoder))
 
 
@@ -271,13 +294,17 @@ def build_paged(spec: EngineSpec) -> RolloutEngine:
     weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
     weights_bytes += 0 if quantized is None else quantized.num_bytes
     share_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
-    return PagedRolloutEngine(
+    peers = spec.model.layout.expert
+    lock_step = LockStep(peers, partial(compute_for_peers, decoder)) if peers.size > 1 else None
+    engine = PagedRolloutEngine(
         decoder,
         _settings(spec, cache_bytes=max(0, share_bytes - weights_bytes)),
         make_capturer=eager if config.enforce_eager else platform.make_capturer,
         num_multiprocessors=platform.num_multiprocessors(),
         quantized=quantized,
+        lock_step=lock_step,
     )
+    return engine if lock_step is None else DividedEngine(engine, peers, lock_step=lock_step)
 
 
 def _decoder(spec: EngineSpec) -> Decoder:

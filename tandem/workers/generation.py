@@ -8,7 +8,7 @@ the next version, unless it also scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -29,20 +29,27 @@ class LinkedRollout:
     """
 
     def __init__(
-        self, engine: RolloutEngine, policy: NativeModel | TransformersModel, *, keeps_policy: bool
+        self,
+        engine: RolloutEngine,
+        policy: NativeModel | TransformersModel,
+        *,
+        keeps_policy: bool,
+        shared: Collection[str] = (),
     ) -> None:
         """Wrap the engine and the policy.
 
         Args:
             keeps_policy: whether ``policy`` is needed between two versions: it computes log-probs,
                 or another engine may be started with its weights.
+            shared: the names of parameters whose memory is the trainer's.
         """
         self.engine = engine
         self.policy = policy
         sink = engine.sink()
         self._feed = None if sink is None else WeightFeed(policy, sink)
         # The base of adapters stays: nothing would bring it back.
-        self._memory = ParameterMemory(trained_parameters(policy.module).values())
+        trained = trained_parameters(policy.module)
+        self._memory = ParameterMemory(x for name, x in trained.items() if name not in shared)
         self._keeps_policy = sink is None or keeps_policy
 
     def prepare(self) -> None:

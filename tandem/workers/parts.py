@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, ShardedModel, open_fsdp_model
@@ -16,13 +17,14 @@ from tandem.models.folder import ModelFolder, check_folder, fill_slices
 from tandem.models.hf import open_without_weights
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import operators_for
-from tandem.models.parallel import WHOLE
+from tandem.models.parallel import WHOLE, ParallelLayout
 from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate
 from tandem.platforms.record import Platform
 from tandem.types import HeldSlice
 from tandem.workers.job import PolicySpec
 from tandem.workers.policies import compute_dtype, policy_folder, trained_dtype
+from tandem.workers.shared_experts import assign
 
 _BASE = "tandem/base"
 """The key of the store for the base of the process that came first."""
@@ -81,12 +83,22 @@ def changing_slices(model: ShardedModel | FsdpModel) -> Callable[[], list[HeldSl
 
 
 def open_received(
-    spec: PolicySpec, folder: ModelFolder, *, platform: Platform, device: torch.device
+    spec: PolicySpec,
+    folder: ModelFolder,
+    *,
+    platform: Platform,
+    device: torch.device,
+    layout: ParallelLayout = WHOLE,
+    shared: Mapping[str, Tensor] | None = None,
 ) -> ShardedModel:
-    """Open a whole policy with uninitialized weights, which the weight link fills.
+    """Open a policy with uninitialized weights, which the weight link fills.
 
     What the link does not bring is loaded: a frozen tower, or the base of adapters, which have
     their initial values.
+
+    Args:
+        layout: the processes that generate together.
+        shared: weights of the trainer that the policy computes with, by name.
     """
     config, dtype = folder.decoder_config, compute_dtype(spec.layout, platform)
     if config is None:
@@ -96,10 +108,11 @@ def open_received(
             device=device,
             trust_remote_code=folder.trust_remote_code,
         )
-    decoder = local_decoder(config, WHOLE, operators=operators_for(platform))
+    decoder = local_decoder(config, layout, operators=operators_for(platform))
+    assign(decoder, shared or {})
     allocate(decoder, dtype=dtype, device=device)
     decoder.requires_grad_(False)
-    model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+    model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path, layout=layout)
     brought = set() if folder.start is not None else trained_parameters(decoder).keys()
     kept = [held for held in model.held_slices() if held.spec.name not in brought]
     if kept:

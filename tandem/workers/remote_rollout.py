@@ -42,8 +42,8 @@ class RemoteRollout:
     one and may have kept its cache, unless that has a quarter more to do than another. The choice
     depends only on the order of requests if the caller waits for each batch, and no token depends
     on it, because each sample has its own draws. Each engine runs one call ahead of the collected
-    results, independently of the others. All workers of an engine get the same calls, and the first
-    of them returns the results.
+    results, independently of the others. All workers of an engine get the same calls, and each
+    returns the results that no other one returns.
     """
 
     def __init__(
@@ -180,8 +180,9 @@ class RemoteRollout:
         """Wait for the calls of an engine and return its completions."""
         calls = [*self._added[engine], *self._advancing.pop(engine)]
         self._added[engine] = []
-        completions: list[Completion]
-        completions, self._counters[engine] = self._group.gather(calls)[-self._num_ranks]
+        results = self._group.gather(calls)[-self._num_ranks :]
+        completions: list[Completion] = [one for finished, _ in results for one in finished]
+        self._counters[engine] = _sums([counters for _, counters in results])
         for completion in completions:
             del self._requests[engine][completion.sample_id]
         self._loads[engine] = len(self._requests[engine])
@@ -220,8 +221,7 @@ class RemoteRollout:
         counters = [*self._counters, *self._earlier]
         if self._replacements.is_possible:
             counters.append({"num_restarts": self._replacements.num_restarts})
-        names = dict.fromkeys(name for one in counters for name in one)
-        return {name: sum(one.get(name, 0.0) for one in counters) for name in names}
+        return _sums(counters)
 
     def set_weights_version(self, version: int) -> bool:
         """Put ``version`` into use; see ``api.Rollout``.
@@ -257,6 +257,11 @@ class RemoteRollout:
         self._loads = [len(mine) for mine in self._requests]
         unplaced, self._unplaced = self._unplaced, []
         self.add(unplaced)
+
+
+def _sums(counters: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    names = dict.fromkeys(name for one in counters for name in one)
+    return {name: sum(one.get(name, 0.0) for one in counters) for name in names}
 
 
 def _requests_of(samples: Mapping[int, GenerationRequest]) -> list[GenerationRequest]:

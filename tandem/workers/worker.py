@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of a pool: the engines of the pool's tasks, and its end of the weight link.
 
-It is built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage,
-because the trainer's weights are sharded over all ranks. The link sends them to the rollout, and to
-a policy that scores on separate devices. Except for generation, all ranks of a pool make the same
-calls.
+It is built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage but
+that of experts that both divide alike (``shared_experts``), because the trainer's other weights are
+sharded over all ranks. The link sends them to the rollout, and to a policy that scores on separate
+devices. Except for generation, all ranks of a pool make the same calls.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem.api import Capacity, Loss, Scores
 from tandem.comm.flagcx_plugin import pool_library
-from tandem.comm.world import WorldPlace, join_world
+from tandem.comm.world import WorldPlace, consecutive_group, join_world
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.fsdp_model import FsdpModel
 from tandem.engines.steps import score
 from tandem.errors import UserError
 from tandem.models.language_model import NativeModel
+from tandem.models.parallel import WHOLE, ParallelLayout, Peers
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
 from tandem.rollout.factory import EngineSpec, build_engine
@@ -51,8 +53,9 @@ from tandem.workers.parts import (
     received_folder,
     require_same_base,
 )
-from tandem.workers.policies import open_initial
+from tandem.workers.policies import compute_dtype, open_initial
 from tandem.workers.remote import PeakMemory
+from tandem.workers.shared_experts import shared_experts
 
 
 class Worker:
@@ -97,7 +100,7 @@ class Worker:
             if spec is not None
         }
         self._rollout = self._open_rollout(job.rollout)
-        self._leads = job.rollout is None or not place.rank % job.rollout.config.ranks_per_engine
+        self._answers = job.rollout is None or job.rollout.config.answers(place.rank)
         self._initial: NativeModel | None = None
         if job.rollout is not None and self._rollout is not None and job.rollout.is_reference:
             self._initial = open_initial(job.rollout.policy, self._rollout.policy)
@@ -208,7 +211,7 @@ class Worker:
     def advance(self, max_steps: int | None = None) -> tuple[list[Completion], Mapping[str, float]]:
         """Generate; return the completions and the engine's counters.
 
-        If the engine has several ranks, only the first returns the completions.
+        Of several ranks that draw the same sequences, only the first returns something.
 
         Raises:
             SyncError: the weights are not a complete version.
@@ -216,7 +219,7 @@ class Worker:
         engine = self._generating().engine
         with self._whole_version():
             finished = engine.advance(max_steps)
-        return finished if self._leads else [], engine.metrics()
+        return (finished, engine.metrics()) if self._answers else ([], {})
 
     def join_link(self, generation: int) -> None:
         """Join the weight link of a generation, in place of the one before. Collective over it.
@@ -317,7 +320,16 @@ class Worker:
         if spec is None:
             return None
         folder = received_folder(spec.policy)
-        policy = open_received(spec.policy, folder, platform=self._platform, device=self._device)
+        layout = self._rollout_layout(spec.config.expert_parallel_size)
+        shared = self._shared_experts(spec.policy, layout)
+        policy = open_received(
+            spec.policy,
+            folder,
+            platform=self._platform,
+            device=self._device,
+            layout=layout,
+            shared=shared,
+        )
         engine = build_engine(
             EngineSpec(
                 model=policy,
@@ -333,7 +345,20 @@ class Worker:
         # Servers that join later get the version in use from it.
         needs_policy = spec.config.restarts_engine or spec.config.attaches_servers
         keeps_policy = spec.scores or needs_policy
-        return LinkedRollout(engine, policy, keeps_policy=keeps_policy)
+        return LinkedRollout(engine, policy, keeps_policy=keeps_policy, shared=shared)
+
+    def _rollout_layout(self, num_devices: int) -> ParallelLayout:
+        """Return the processes that divide the experts in generation. Collective over the pool."""
+        if num_devices == 1:
+            return WHOLE
+        group = consecutive_group(num_devices, timeout_s=self._timeout_s)
+        return ParallelLayout(expert=Peers(self._place.rank % num_devices, num_devices, group))
+
+    def _shared_experts(self, spec: PolicySpec, layout: ParallelLayout) -> Mapping[str, Tensor]:
+        if self._trained is None or layout.expert.size == 1:
+            return {}
+        dtype = compute_dtype(spec.layout, self._platform)
+        return shared_experts(self._trained, layout, dtype=dtype)
 
     def _open_link(self, generation: int) -> WeightLink:
         spec, rollout, trained = self._link_spec, self._rollout, self._trained

@@ -14,6 +14,7 @@ from tandem.config.check.expert_rules import (
     expert_division_error,
     expert_parallel_errors,
     require_built,
+    rollout_division_errors,
 )
 from tandem.config.check.mcore_rules import mcore_errors
 from tandem.config.check.platform_rules import platform_errors
@@ -63,6 +64,7 @@ def run_device_errors(config: RunConfig) -> Iterator[UserError]:
     for pool in placement.used_pools:
         for error in _run_layout_errors(config, pool):
             yield _as_written(error, config)
+    yield from rollout_division_errors(config, placement)
     yield from _run_batch_errors(config, placement)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tandem.config.derived.pools import RankLayout
+from tandem.config.derived.pools import Placement, RankLayout, place_run
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import ModelOfTask, trained_model
 from tandem.config.schema.fsdp import FsdpConfig
@@ -13,6 +13,8 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
+ROLLOUT_KEY = "actor_rollout_ref.rollout.expert_parallel_size"
+"""The number of devices over which generation divides experts."""
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BYPASSES = "algorithm.rollout_correction.bypass_mode"
@@ -34,6 +36,34 @@ def replay_errors(config: RunConfig) -> Iterator[UserError]:
         yield UserError(_RECORDS, True, rule=rule, remedy=f"Set {_MODE}=R3 or {_RECORDS}=False.")
 
 
+def rollout_division_errors(config: RunConfig, placement: Placement) -> Iterator[UserError]:
+    """Yield the error in dividing experts in generation that config.json does not decide."""
+    rollout = config.actor_rollout_ref.rollout
+    size, pool = rollout.expert_parallel_size, placement.pool_of("generate")
+    if size == 1:
+        return
+    remedy = f"Leave out {ROLLOUT_KEY}."
+    if rollout.name not in ("auto", "native"):
+        rule = f"only the native engine divides experts, not rollout.name={rollout.name}"
+        remedy = "Set actor_rollout_ref.rollout.name=native, or leave it out."
+    elif placement.generates_apart:
+        rule = "it is built for devices that train and generate, and generation has its own"
+    elif pool.num_devices % size:
+        largest = max(n for n in range(1, size) if pool.num_devices % n == 0)
+        rule = f"must divide the {pool.num_devices} device(s) that generate"
+        remedy = f"Set {ROLLOUT_KEY}={largest}."
+    elif config.trainer.max_lag > 0:
+        rule = "it is built for generation and training that follow each other in every step"
+        remedy = f"Set trainer.async_pipeline=False, or leave out {ROLLOUT_KEY}."
+    elif config.has_environment:
+        rule = "it is built for responses of one turn, and there are tools, users or agents"
+    elif config.actor_rollout_ref.model.trains_adapters:
+        rule = "it is not built for adapters (LoRA)"
+    else:
+        return
+    yield UserError(ROLLOUT_KEY, size, rule=rule, remedy=remedy)
+
+
 def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> None:
     """Raise UserError if a key asks for what is not built for models with experts, or for those
     with latent attention.
@@ -43,6 +73,8 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
     """
     if sizes is None:
         return
+    if isinstance(config, RunConfig):
+        _require_rollout_division(config, sizes)
     adapters = trained_model(config).adapters
     if sizes.latent is not None and adapters is not None:
         drawn = adapters.folder is None
@@ -67,6 +99,21 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
             key = "actor_rollout_ref.rollout.quantization"
             rule = "it is not built for models with experts"
             raise UserError(key, quantization, rule=rule, remedy=f"Leave out {key}.")
+
+
+def _require_rollout_division(config: RunConfig, sizes: ModelSizes) -> None:
+    size = config.actor_rollout_ref.rollout.expert_parallel_size
+    if size == 1:
+        return
+    if sizes.experts is None:
+        rule, remedy = "the model has no experts to divide", f"Leave out {ROLLOUT_KEY}."
+        raise UserError(ROLLOUT_KEY, size, rule=rule, remedy=remedy)
+    number = sizes.experts.num_experts
+    if number % size:
+        devices = place_run(config).pool_of("generate").num_devices
+        largest = max(n for n in range(1, size) if not (number % n or devices % n))
+        rule = f"must divide the {number} experts of a layer"
+        raise UserError(ROLLOUT_KEY, size, rule=rule, remedy=f"Set {ROLLOUT_KEY}={largest}.")
 
 
 def require_recorded_scores(config: RunConfig, *, has_decoder: bool) -> None:

@@ -58,9 +58,10 @@ class MemoryPlan:
         critic: its weights and optimizer state, 0 without a critic. Its gradients and those of the
             policy do not exist at the same time; ``gradients`` is the larger of the two.
         rollout: the weights that generate, and a second copy that receives new weights if it is on
-            the device; 0 if the trained weights generate. The fp8 weights of
-            ``rollout.quantization`` are added. With ``free_cache_engine``, if several
-            devices train and generate in turns, only the part that exceeds the space of training.
+            the device; 0 if the trained weights generate. Experts that are the trainer's do not
+            count. The fp8 weights of ``rollout.quantization`` are added. With
+            ``free_cache_engine``, if several devices train and generate in turns, only the part
+            that exceeds the space of training.
         cache: the keys and values of all concurrent sequences, with the same exception.
         activations: the activations of the largest micro-batch.
         logits: a chunk of logits of response tokens.
@@ -296,14 +297,39 @@ def _generating(
     prompts = -(-running // rollout.n) if sizes.latent is None else running
     tokens = prompts * data.max_prompt_length + running * data.max_response_length
     cache = computed * sizes.cache_numbers_per_token * tokens
-    weights = computed * (sizes.num_parameters + sizes.adapters)
+    held = held_in_generation(config, sizes)
+    weights = computed * (held + sizes.adapters)
     quantized = quantized_bytes(config, sizes)
     if available_bytes is not None:
         share = rollout.gpu_memory_utilization
         cache = min(cache, max(0, int(share * available_bytes) - weights - quantized))
+    if _shares_experts(config, placement):
+        weights -= computed * (held - _others(sizes))
     weights *= _device_copies(config, placement)
     own = 0 if placement.is_one_process else weights
     return MemoryPlan(rollout=own + quantized, cache=cache)
+
+
+def held_in_generation(config: RunConfig, sizes: ModelSizes) -> int:
+    """Return the number of parameters that a device computes with in generation."""
+    others = _others(sizes)
+    routed = sizes.num_parameters - others
+    return others + routed // config.actor_rollout_ref.rollout.expert_parallel_size
+
+
+def _others(sizes: ModelSizes) -> int:
+    """Return the number of parameters that do not belong to one expert of several."""
+    return sizes.num_parameters - sizes.num_expert_layers * sizes.routed_layer_parameters
+
+
+def _shares_experts(config: RunConfig, placement: Placement) -> bool:
+    """Return whether the experts of training and generation are divided alike, in one storage."""
+    ranks, own = placement.layouts["actor-train"], config.actor_rollout_ref.actor.fsdp_config
+    divided = config.actor_rollout_ref.rollout.expert_parallel_size
+    is_alike = 1 < divided == ranks.expert_parallel and ranks.num_expert_shards == 1
+    is_alike = is_alike and ranks.pipeline_parallel == 1
+    leaves = own.param_offload or own.offload_policy
+    return is_alike and BYTES[own.dtype] == BYTES[own.model_dtype] and not leaves
 
 
 def quantized_bytes(config: RunConfig, sizes: ModelSizes) -> int:

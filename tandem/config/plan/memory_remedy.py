@@ -18,6 +18,7 @@ from tandem.config.plan.memory import (
     BYTES,
     GIB,
     NO_MODELS,
+    held_in_generation,
     plan_memory,
     quantized_bytes,
 )
@@ -105,7 +106,7 @@ def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     pages = -(-trained_model(config).max_tokens // CACHE_PAGE_TOKENS)
     cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
-    weights = computed * sizes.num_parameters + quantized_bytes(config, sizes)
+    weights = computed * held_in_generation(config, sizes) + quantized_bytes(config, sizes)
     return weights, computed * cached
 
 

@@ -235,7 +235,6 @@ _ROLLOUT: Table = {
         "how many there are",
         {
             "data_parallel_size": 1,
-            "expert_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
         },
     ),

@@ -309,6 +309,13 @@ class RolloutConfig(BaseModel):
             "name=vllm: each device of the pool that generates is a replica of the native engine"
         ),
     )
+    expert_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Number of consecutive devices over which generation divides the experts of "
+        "each layer (docs/experts.md). They generate in lock step, each its own sequences. It must "
+        "divide the experts and the devices that generate.",
+    )
     enable_chunked_prefill: bool = Field(
         default=True,
         description="Read long prompts in parts, between the decode steps of other sequences.",
@@ -454,8 +461,12 @@ class RolloutConfig(BaseModel):
 
     @property
     def ranks_per_engine(self) -> int:
-        """The number of processes of one engine: only vLLM splits a model over several."""
-        return self.tensor_model_parallel_size if self.name == "vllm" else 1
+        """The number of processes of one engine: vLLM splits matrices, the native one experts."""
+        return self.tensor_model_parallel_size if self.name == "vllm" else self.expert_parallel_size
+
+    def answers(self, rank: int) -> bool:
+        """Return whether a process returns completions: each one that has sequences of its own."""
+        return self.expert_parallel_size > 1 or rank % self.ranks_per_engine == 0
 
     @property
     def is_in_process(self) -> bool:

@@ -34,6 +34,7 @@ def experts(
     weight_TK: Tensor,
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
+    is_part: bool = False,
 ) -> Tensor:
     """See ``operators.Operators.experts``."""
     if not torch.is_inference_mode_enabled() or h_TD.dtype == torch.float64:
@@ -44,9 +45,10 @@ def experts(
             gate_up_E2FD=gate_up_E2FD,
             down_EDF=down_EDF,
             gate=gate,
+            is_part=is_part,
         )
     num_chosen = expert_TK.shape[1]
-    order = order_by_expert(expert_TK.flatten(), len(gate_up_E2FD))
+    order = order_by_expert(expert_TK.flatten(), len(gate_up_E2FD), is_part=is_part)
     if h_TD.element_size() == 2 and expert_TK.numel() > _MANY_ROWS * len(gate_up_E2FD):
         x_ND = spread(h_TD, order, num_chosen=num_chosen)
         z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=order.stop_E, gate=gate)
@@ -56,9 +58,16 @@ def experts(
     return combine(z_ND, order, weight_TK=weight_TK)
 
 
-def order_by_expert(expert_N: Tensor, num_experts: int) -> ExpertOrder:
-    """See ``expert_products.order_by_expert``. Each program finds the places of one expert."""
-    source_N, place_N = torch.empty_like(expert_N), torch.empty_like(expert_N)
+def order_by_expert(expert_N: Tensor, num_experts: int, *, is_part: bool = False) -> ExpertOrder:
+    """See ``expert_products.order_by_expert``. Each program finds the places of one expert.
+
+    The experts of other processes (``is_part``) have the place -1, and places behind the last stop
+    the assignment 0.
+    """
+    if is_part:
+        source_N, place_N = torch.zeros_like(expert_N), torch.full_like(expert_N, -1)
+    else:
+        source_N, place_N = torch.empty_like(expert_N), torch.empty_like(expert_N)
     stop_E = torch.empty(num_experts, dtype=torch.int32, device=expert_N.device)
     _order[(num_experts,)](
         source_N, place_N, stop_E, expert_N, len(expert_N), BLOCK=_BLOCK, num_warps=4
@@ -204,6 +213,7 @@ def _combine(
     for choice in range(CHOSEN):
         place = tl.load(place_ptr + token * CHOSEN + choice)
         weight = tl.load(weight_ptr + token * CHOSEN + choice)
-        z = tl.load(z_ptr + place * HIDDEN + column, inside, 0.0).to(tl.float32)
+        has_place = inside & (place >= 0)
+        z = tl.load(z_ptr + place * HIDDEN + column, has_place, 0.0).to(tl.float32)
         y += weight * z
     tl.store(y_ptr + token * HIDDEN + column, y.to(y_ptr.dtype.element_ty), inside)

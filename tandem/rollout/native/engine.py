@@ -27,6 +27,7 @@ from tandem.models.routing import RecordedRoutes, expert_layers, route_dtype
 from tandem.pictures import total_shift
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.lock_step import LockStep
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
 from tandem.rollout.native.scheduler import Admission, Removal, Row, Scheduler
@@ -64,11 +65,15 @@ class NativeRolloutEngine:
         config: NativeRolloutConfig,
         *,
         substitute: Substitute | None = None,
+        lock_step: LockStep | None = None,
     ) -> None:
-        """Build the engine. ``substitute`` computes in place of ``decoder``, if given."""
+        """Build the engine. ``substitute`` computes in place of ``decoder``, if given. With
+        ``lock_step``, processes that divide its experts compute together.
+        """
         shape = CacheShape.of(decoder)
         self._decoder = decoder
         self._substitute = substitute
+        self._lock_step = lock_step
         self._config = config
         self._device = shape.device
         self._experts = decoder.config.experts if config.records_routes else None
@@ -152,7 +157,11 @@ class NativeRolloutEngine:
         for _ in steps:
             if completions or not self._scheduler.has_work:
                 break
+            if self._lock_step is not None and not self._lock_step.may_step():
+                break
             completions = self._admit() or self._decode()
+        if self._lock_step is not None:
+            self._lock_step.leave(stops=bool(completions) or self._scheduler.has_work)
         if not self._scheduler.has_work and self._cache.num_bytes > _SMALL_CACHE_BYTES:
             self._cache.release()
         return completions
@@ -238,6 +247,8 @@ class NativeRolloutEngine:
     ) -> Tensor:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
+        if self._lock_step is not None:
+            self._lock_step.begin_pass()
         self.num_prefilled_tokens += len(packed.token_T)
         if self._substitute is not None:
             return self._substitute(packed.token_T, packed.position_T, attention)
@@ -365,6 +376,8 @@ class NativeRolloutEngine:
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
         position_B = column - cache.facts_4R[0, :num_rows] + cache.facts_4R[3, :num_rows]
+        if self._lock_step is not None:
+            self._lock_step.begin_pass()
         if self._substitute is not None:
             h_BD = self._substitute(token_B, position_B, attention)
         else:

@@ -14,7 +14,7 @@ of a block table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -29,11 +29,13 @@ from tandem.pictures import total_shift
 from tandem.platforms.capture import Capturer
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.lock_step import LockStep
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
 from tandem.rollout.paged.prefill import PrefillAttention
+from tandem.rollout.paged.rounds import Round, Rounds
 from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running
-from tandem.rollout.paged.step import DecodeStep
+from tandem.rollout.paged.step import DecodeStep, batch_sizes
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
 
@@ -70,6 +72,7 @@ class PagedRolloutEngine:
         make_capturer: Callable[[], Capturer],
         num_multiprocessors: int,
         quantized: QuantizedDecoder | None = None,
+        lock_step: LockStep | None = None,
         page_tokens: int = PAGE_TOKENS,
     ) -> None:
         """Build the engine. The first ``advance`` allocates its memory.
@@ -78,6 +81,7 @@ class PagedRolloutEngine:
             make_capturer: makes a capturer for each set of buffers.
             num_multiprocessors: the device's; attention is divided among them.
             quantized: computes in place of ``decoder``, whose weights it reads.
+            lock_step: lets processes that divide the experts of ``decoder`` compute together.
             page_tokens: tokens of a page of the cache.
         """
         self._decoder = decoder
@@ -85,6 +89,13 @@ class PagedRolloutEngine:
         self._config = config
         self._make_capturer = make_capturer
         self._num_multiprocessors = num_multiprocessors
+        self._sizes = batch_sizes(config.max_num_seqs)
+        self._rounds: Rounds | None = None
+        if lock_step is not None:
+            self._rounds = Rounds(
+                decoder, lock_step, make_capturer=make_capturer, sizes=self._sizes
+            )
+            lock_step.attend = self._rounds.attend
         self._shape = CacheShape.of(decoder)
         self._device = self._shape.device
         self._page_tokens = page_tokens
@@ -142,6 +153,8 @@ class PagedRolloutEngine:
         self._scheduler.parking.clear()
         if self._quantized is not None:
             self._quantized.free()
+        if self._rounds is not None:
+            self._rounds.free()
         return True
 
     def wake(self) -> None:
@@ -189,9 +202,13 @@ class PagedRolloutEngine:
         for _ in windows:
             if completions or not self._scheduler.has_work:
                 break
+            if self._rounds is not None and not self._rounds.lock_step.may_step():
+                break
             last, self._flight = self._flight, self._launch()
             if last is not None:
                 completions = self._collect(last)
+        if self._rounds is not None:
+            self._rounds.lock_step.leave(stops=bool(completions) or self._scheduler.has_work)
         if not self._scheduler.has_work:
             self._flight = None  # its rows have all ended
         return completions
@@ -215,25 +232,47 @@ class PagedRolloutEngine:
         rows = scheduler.rows
         new = rows[len(kept) :]
         wanted = [row.num_remaining for row in kept] + [row.num_remaining - 1 for row in new]
-        num_steps = min(WINDOW_TOKENS, max(wanted, default=0))
-        if num_steps <= 0 and not new:
+        num_steps = max(0, min(WINDOW_TOKENS, max(wanted, default=0)))
+        if num_steps == 0 and not new:
             return None
         if self._quantized is not None:
             self._quantized.update()
         store, step = self._memory()
+        filtered = any(map(_is_filtered, rows))
+        own = Round(len(outdated) + bool(entries), num_steps, len(rows), filtered)
+        common = self._begin_round(own, step)
         self._arrange(step, rows, num_kept=len(kept) if last is not None else 0)
-        replay = step.prepare(len(rows), store, filtered=any(map(_is_filtered, rows)))
+        replay = step.prepare(len(rows), store, size=common.num_rows, filtered=common.filtered)
         self._draw_uniforms(step, len(rows))
         for again in outdated:
             self._fill(again, store)
         self._is_outdated = False
         if entries:
             self._prefill(entries, step, store=store, first_row=len(kept))
-        for _ in range(num_steps):
+        if self._rounds is not None:
+            self._rounds.compute_passes(common.num_passes - own.num_passes)
+        for _ in range(common.num_steps):
             replay()
-        launched = [min(num_steps, row.num_remaining) for row in kept]
-        launched += [min(num_steps + 1, row.num_remaining) for row in new]
+        launched = [min(common.num_steps, row.num_remaining) for row in kept]
+        launched += [min(common.num_steps + 1, row.num_remaining) for row in new]
         return self._read(step, rows, launched=launched)
+
+    def _begin_round(self, own: Round, step: DecodeStep) -> Round:
+        """Return what all processes that divide experts do, for a number of rows that is captured.
+
+        All of them capture the step again if one of them has to.
+        """
+        if self._rounds is None:
+            size = next(size for size in self._sizes if size >= own.num_rows)
+            return replace(own, num_rows=size)
+
+        def is_captured(common: Round) -> bool:
+            return step.is_captured(common.num_rows, filtered=common.filtered)
+
+        common, captures = self._rounds.begin(own, is_captured=is_captured)
+        if captures:
+            step.forget(common.num_rows, filtered=common.filtered)
+        return common
 
     def _fits(self) -> bool:
         """Return whether pages and buffers are large enough for all requests."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
+from tandem.models.expert_parallel import equal_rows
 from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.capture import Capturer, Replay
 from tandem.rollout.paged.cache import (
@@ -76,7 +77,8 @@ class _Buffers:
         if self.decoder.tower is not None:
             position_B = position_B + numbers[:, RowState.SHIFT]
         attention = _PageAttention(store, rows)
-        h_BD = self.compute(numbers[:, RowState.TOKEN], position_B, attention)
+        with equal_rows(self.decoder):
+            h_BD = self.compute(numbers[:, RowState.TOKEN], position_B, attention)
         logits_BV = self.logits(h_BD)
         draw_next(
             logits_BV,
@@ -114,7 +116,6 @@ class DecodeStep:
         max_rows = len(table_RN)
         device = decoder.lm_head_weight.device
         self._capture = capturer
-        self._sizes = batch_sizes(max_rows)
         self._replays: dict[tuple[int, bool], Replay] = {}
         self.state = RowState.allocate(max_rows, device)
         self.window = window
@@ -137,9 +138,20 @@ class DecodeStep:
             page_tokens=page_tokens,
         )
 
-    def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
-        """Return the step for at least ``num_rows`` rows. Further rows become inactive."""
-        size = next(size for size in self._sizes if size >= num_rows)
+    def is_captured(self, size: int, *, filtered: bool) -> bool:
+        """Return whether the step has been captured for ``size`` rows."""
+        return (size, filtered) in self._replays
+
+    def forget(self, size: int, *, filtered: bool) -> None:
+        """Let the next use of the step capture it again."""
+        self._replays.pop((size, filtered), None)
+
+    def prepare(self, num_rows: int, store: PageStore, *, size: int, filtered: bool) -> Replay:
+        """Return the step for ``size`` rows. Those behind the first ``num_rows`` become inactive.
+
+        Args:
+            size: one of ``batch_sizes``.
+        """
         self.state.numbers[num_rows:size] = 0
         replay = self._replays.get((size, filtered))
         if replay is None:

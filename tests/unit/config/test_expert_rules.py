@@ -77,6 +77,57 @@ def test_mo15_experts_that_do_not_divide_are_refused(words, sizes, text):
     assert text in str(raised.value) and "\n" not in str(raised.value)
 
 
+ROLLOUT = f"{ROLES}.rollout.expert_parallel_size"
+BOTH = ("trainer.n_gpus_per_node=4", f"{ROLLOUT}=2")
+TURNS = (
+    f"{ROLES}.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+    "trainer.async_pipeline=True",
+    "trainer.generate_ahead_steps=1",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("trainer.n_gpus_per_node=4", f"{ROLLOUT}=3"), f"{ROLLOUT}=3: must divide the 4 device(s) "
+         f"that generate. Set {ROLLOUT}=2."),
+        ((f"{ROLLOUT}=2",), f"{ROLLOUT}=2: must divide the 1 device(s) that generate. Set "
+         f"{ROLLOUT}=1."),
+        ((*BOTH, f"{ROLES}.rollout.name=vllm"), f"{ROLLOUT}=2: only the native engine divides "
+         f"experts, not rollout.name=vllm. Set {ROLES}.rollout.name=native, or leave it out."),
+        ((*BOTH, f"{ROLES}.rollout.name=hf"), "not rollout.name=hf."),
+        ((*BOTH, f"{ROLES}.hybrid_engine=False"), f"{ROLLOUT}=2: it is built for devices that "
+         f"train and generate, and generation has its own. Leave out {ROLLOUT}."),
+        ((*BOTH, *TURNS), f"{ROLLOUT}=2: it is built for generation and training that follow each "
+         f"other in every step. Set trainer.async_pipeline=False, or leave out {ROLLOUT}."),
+        ((*BOTH, f"{ROLES}.rollout.multi_turn.function_tool_path=tools.py"), f"{ROLLOUT}=2: it is "
+         "built for responses of one turn, and there are tools, users or agents. Leave out"),
+        ((*BOTH, f"{ROLES}.model.lora_rank=8"), f"{ROLLOUT}=2: it is not built for adapters"),
+    ],
+)  # fmt: skip
+def test_experts_are_not_divided_in_generation(words, text):
+    with pytest.raises(UserError) as raised:
+        check_run(load_config(RunConfig, words).config)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "text"),
+    [
+        (4, SIX, f"{ROLLOUT}=4: must divide the 6 experts of a layer. Set {ROLLOUT}=2."),
+        (2, TINY, f"{ROLLOUT}=2: the model has no experts to divide. Leave out {ROLLOUT}."),
+    ],
+)
+def test_generation_divides_what_the_model_has(size, sizes, text):
+    config = load_config(RunConfig, ["trainer.n_gpus_per_node=4", f"{ROLLOUT}={size}"]).config
+    check_run(config)
+    with pytest.raises(UserError) as raised:
+        require_division(config, place_run(config), models={"actor-train": sizes})
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_matrices_of_experts_are_not_split_but_experts_are_divided_over_more_devices():
     words = ["trainer.n_gpus_per_node=4", f"{DIVIDED}=2", f"{SPLIT}=2"]
     placement = place_run(load_config(RunConfig, words).config)

@@ -179,3 +179,39 @@ def test_mo14_divided_experts_are_held_and_gathered_in_parts():
     # Two layers are gathered at once, in bf16. The largest gradient becomes that of the embedding.
     routed = 3 * 2048 * 768 * 128
     assert one.gathered - eight.gathered >= 2 * 2 * routed * 7 // 8
+
+
+@pytest.mark.parametrize(
+    ("words", "routed"),
+    [
+        ((), 8),
+        (("rollout.expert_parallel_size=8",), 1),
+        (("rollout.expert_parallel_size=2",), 4),
+        # Experts that training and generation divide alike, in one precision, have one storage.
+        (("rollout.expert_parallel_size=8", "actor.fsdp_config.expert_model_parallel_size=8"), 1),
+        (
+            (
+                "rollout.expert_parallel_size=8",
+                "actor.fsdp_config.expert_model_parallel_size=8",
+                "actor.fsdp_config.model_dtype=bfloat16",
+            ),
+            0,
+        ),
+        (
+            (
+                "rollout.expert_parallel_size=4",
+                "actor.fsdp_config.expert_model_parallel_size=4",
+                "actor.fsdp_config.model_dtype=bfloat16",
+            ),
+            2,
+        ),
+    ],
+)
+def test_mo14_generation_holds_its_part_of_the_experts(words, routed):
+    """``routed`` is the number of eighths of all experts."""
+    sizes = ModelSizes.of(A3B)
+    words = [f"actor_rollout_ref.{word}" for word in words]
+    words += ["trainer.n_gpus_per_node=8", "trainer.device=cuda"]
+    (plan,) = plan_memory(load_config(RunConfig, words).config, sizes).values()
+    experts = 48 * 3 * 2048 * 768 * 128
+    assert plan.rollout == 2 * (sizes.num_parameters - experts + experts * routed // 8)

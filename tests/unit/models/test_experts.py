@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.config.derived.experts import ExpertConfig
-from tandem.models.experts import Experts, route
+from tandem.models.experts import Experts
 from tandem.models.file_tensors import file_tensors
 from tandem.models.operators import TORCH
+from tandem.models.router import route
 from tests.unit.models.tiny_models import (
     EXPERTS,
     hf_logits,

@@ -29,11 +29,12 @@ class Group:
     """``api.WorkerGroup`` of workers that do each call when its result is asked for.
 
     A worker finishes one sequence an advance. What was sent to it arrives after ``delay`` swaps
-    that did not wait.
+    that did not wait. Only the first of each run of ``leaders`` workers draws something.
     """
 
     size: int
     delay: int = 0
+    leaders: int = 1
     called: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     waiting: dict[int, deque[int]] = field(default_factory=dict[int, deque[int]])
     arriving: int = -1
@@ -67,6 +68,8 @@ class Group:
     ) -> tuple[list[Completion], Mapping[str, float]]:
         """Of a worker."""
         sample_id = self.waiting[rank].popleft()
+        if rank % self.leaders:
+            return [], {}
         version = self.in_use.get(rank, 0)
         self.num_advances[rank] = self.num_advances.get(rank, 0) + 1
         completion = Completion(sample_id, (1,), (-1.0,), FinishReason.STOP, version)
@@ -122,7 +125,7 @@ def test_further_turns_go_to_the_engine_that_keeps_their_cache_and_so_do_their_e
 
 
 def test_all_workers_of_an_engine_get_the_same_calls_and_the_first_one_answers() -> None:
-    group = Group(4)
+    group = Group(4, leaders=2)
     rollout = RemoteRollout(group, WeightRoute([group]), ranks_per_engine=2)
     assert rollout.work() == [EngineWork.NONE, EngineWork.NONE]
     rollout.add([request(0, 1), request(2)])
@@ -138,6 +141,16 @@ def test_all_workers_of_an_engine_get_the_same_calls_and_the_first_one_answers()
     assert rollout.metrics() == {"num_advances": 3.0}, (
         "an engine's counters, not those of its ranks"
     )
+
+
+def test_workers_of_an_engine_that_draw_sequences_of_their_own_all_answer() -> None:
+    group = Group(2)
+    rollout = RemoteRollout(group, WeightRoute([group]), ranks_per_engine=2)
+    rollout.add([request(0), request(1)])
+    group.add = lambda rank, requests: group.waiting.setdefault(rank, deque()).append(rank)
+    assert sorted(one.sample_id for one in rollout.advance(32)) == [0, 1]
+    assert rollout.metrics() == {"num_advances": 2.0}
+    assert rollout.advance(32) == []
 
 
 def parts_of(group: Group) -> list[list[tuple[int, ...]]]:

@@ -62,6 +62,30 @@ def test_equals_the_experts_of_each_token(size, dtype, fused, device):
     torch.testing.assert_close(y_TD.double(), expected(inputs), rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("size", [*SIZES[1:], (300, 2, 2, 16, 16)])
+def test_parts_of_the_experts_add_up(size, is_fused, fused, device):
+    """Each part has the number of its own experts for those of the others, which add nothing. In
+    the last case, torch's operator multiplies 16-bit numbers."""
+    dtype = torch.float16 if size[0] == 300 else torch.float32
+    inputs = make(size, device=device, dtype=dtype)
+    num_experts, run = size[1], (fused if is_fused else TORCH).experts
+    total_TD = torch.zeros_like(inputs["h_TD"], dtype=torch.float64)
+    for first, last in ((0, num_experts // 2), (num_experts // 2, num_experts)):
+        own = inputs["expert_TK"] - first
+        part = inputs | {
+            "expert_TK": own.masked_fill((own < 0) | (own >= last - first), last - first),
+            "gate_up_E2FD": inputs["gate_up_E2FD"][first:last],
+            "down_EDF": inputs["down_EDF"][first:last],
+        }
+        with torch.inference_mode():
+            y_TD = run(**part, is_part=True)
+        assert y_TD.dtype == dtype and y_TD.isfinite().all()
+        total_TD += y_TD.double()
+    bound = TOLERANCE[dtype]
+    torch.testing.assert_close(total_TD, expected(inputs), rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize(("num_rows", "num_experts"), [(1, 1), (7, 3), (1024, 5), (2500, 16)])
 def test_the_order_is_torchs(num_rows, num_experts, fused, device):
     from tandem.models.kernels.experts import order_by_expert
