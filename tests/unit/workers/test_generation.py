@@ -83,3 +83,15 @@ def test_it_does_not_sleep_with_work_or_before_weights_have_come() -> None:
     assert decoder.lm_head_weight.untyped_storage().nbytes() > 0
     assert gate.version == 0
     assert engine.advance()
+
+
+def test_memory_that_is_the_trainers_stays_while_it_sleeps() -> None:
+    decoder, gate = _decoder(), WeightGate(3)
+    policy = NativeModel(decoder, hf_config={}, source=Path())
+    shared = {"layers.1.down.weight"}
+    rollout = LinkedRollout(
+        NativeRolloutEngine(decoder, CONFIG), policy, keeps_policy=False, shared=shared
+    )
+    rollout.sleep(gate, timeout_s=1)
+    held = {x for x, weight in decoder.named_parameters() if weight.untyped_storage().nbytes()}
+    assert held == shared
