@@ -11,6 +11,7 @@ inputs and of outputs. Prints one JSON object and a table.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import copy_rate, describe, tell
@@ -23,7 +24,7 @@ from tandem.platforms.select import select_platform
 NUM_LAYERS, NUM_REPLAYS = 8, 20
 
 
-def seconds(experts: RunExperts, inputs: list[dict[str, Tensor]]) -> float:
+def seconds(experts: RunExperts, inputs: list[dict[str, Any]]) -> float:
     """Return the time of one layer: the median of replays of a captured graph."""
 
     def layers() -> None:

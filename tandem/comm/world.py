@@ -63,7 +63,9 @@ def consecutive_group(size: int, *, timeout_s: float) -> ProcessGroup | None:
         distributed.new_group(list(range(first, first + size)), timedelta(seconds=timeout_s))
         for first in range(0, total, size)
     ]
-    return groups[rank // size]
+    own = groups[rank // size]
+    assert isinstance(own, ProcessGroup), "each process is in one of the groups"
+    return own
 
 
 def join_world(store: Store, place: WorldPlace) -> None:

@@ -57,13 +57,14 @@ def compute_for_peers(decoder: Decoder, *, num_rows: int = 0) -> None:
     """
     weight = decoder.lm_head_weight
     h_TD = weight.new_zeros(num_rows, weight.shape[1])
+    wide = torch.promote_types(weight.dtype, torch.float32)
     for experts in _divided(decoder):
         size = (num_rows, experts.num_chosen)
         experts(
             h_TD,
             decoder.operators,
             expert_TK=torch.zeros(size, dtype=torch.int64, device=weight.device),
-            weight_TK=torch.zeros(size, device=weight.device),
+            weight_TK=torch.zeros(size, dtype=wide, device=weight.device),
         )
 
 
