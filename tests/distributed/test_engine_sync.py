@@ -122,7 +122,9 @@ def _transfer(rank: int, store: Store, *, link: _Link, tensors: LinkTensors, nam
 
 
 def test_16_what_a_sharded_engine_trained_arrives_bit_by_bit(tmp_path: Path) -> None:
-    """Experts over two ranks, each shared by two (MO12), are among them."""
+    """Experts over two ranks, each shared by two (MO12), are among them, and a correction that
+    stays in fp32 (MO4).
+    """
     families = ("qwen2_tied", "qwen2_untied", "qwen3_biases", "dots1")
     for family in families:
         write_hf((NATIVE | EXPERTS)[family](), tmp_path / family)
@@ -140,3 +142,5 @@ def test_16_what_a_sharded_engine_trained_arrives_bit_by_bit(tmp_path: Path) -> 
             assert arrived.keys() == trained.keys()
             for name, tensor in arrived.items():
                 assert torch.equal(tensor, trained[name].to(tensor.dtype)), (name, link)
+                dtype = torch.float32 if name.endswith(".correction") else link.dtype
+                assert tensor.dtype == dtype, (name, link)

@@ -110,7 +110,8 @@ def test_mo3_experts_may_have_several_types_of_numbers_but_no_integers_or_fp8(tm
     experts = open_fp32(tmp_path).decoder.layers[1].experts
     assert torch.equal(experts.routed.gate_up[5][24:], halved.float())
     for dtype, shown in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
-        change_files(tmp_path, lambda tensors, x=halved.to(dtype): tensors.update({name: x}))
+        other = {name: halved.to(dtype)}
+        change_files(tmp_path, lambda tensors, x=other: tensors.update(x))
         with pytest.raises(UserError) as raised:
             check_folder(str(tmp_path))
         assert str(raised.value) == (
