@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with experts equal transformers' (MO1, MO2), in the extremes of a router too (MO5).
 
-The bounds of MO2 hold on any processor: each product and each other operation is taken to be off by
-a normal deviate of sqrt(n) u of the root of its sum of n squares, u = 2**-24, which is about three
-times what processors with AVX2 and AVX-512 are off by. Two computations that are so in 12 draws
-differ by at most 7e-7 in a log-prob for weights with transformers' usual deviation of 0.02, and by
-3e-5 for those of 0.2, whose logits are ten times as large. Log-probs are normalized in fp64, as a
-rounded one of -4.6 is alone off by 2.4e-7.
+The bounds of MO2 are meant for any processor. Each entry of a product of n terms was computed in
+fp64 and changed by a normal deviate of sqrt(n) u times the root of the sum of the squared terms,
+u = 2**-24, and every other result by one of u times itself. That is some three times what this test
+finds on a processor with AVX2. Of six pairs of such computations by each of six families, log-probs
+differ by at most 6.1e-7 for weights with transformers' usual deviation of 0.02, and by 2.7e-5 for
+those of 0.2: their logits are ten times as large, and a log-prob is up to -10 in place of -5.
+Log-probs are normalized in fp64, as one of -4.6 in fp32 is alone off by 2.4e-7.
 """
 
 from __future__ import annotations
