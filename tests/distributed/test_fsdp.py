@@ -28,12 +28,14 @@ from tests.distributed.training import (
     TOLERANCE,
     Case,
     assembled,
+    check_gradients,
     check_outcomes,
     copied_parts,
     deal,
     open_engine,
     open_sharded_model,
     open_single,
+    save_first_steps,
     train_all,
     train_single,
 )
@@ -176,6 +178,21 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
     by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         check_outcomes(case, ranks)
+
+
+def test_mo9_gradients_of_divided_experts(with_experts: dict[str, Path], tmp_path: Path) -> None:
+    divided = {"expert_model_parallel_size": 2}
+    cases = [
+        Case(with_experts["qwen3_moe"], ADAMW, config=divided),
+        Case(with_experts["dots1"], ADAMW, config={**divided, "tensor_model_parallel_size": 2}),
+        Case(with_experts["dots1"], ADAMW, config={**divided, "ulysses_sequence_parallel_size": 2}),
+    ]
+    saved = [(case, tmp_path / str(number)) for number, case in enumerate(cases)]
+    for _, folder in saved:
+        folder.mkdir()
+    reports, _ = run_ranks(save_first_steps, 2, saved)
+    for (case, folder), report in zip(saved, reports, strict=True):
+        check_gradients(case, folder, report=report)
 
 
 @pytest.fixture(scope="module")

@@ -143,8 +143,8 @@ REFUSED = [
     (f"{ACTOR}.megatron.tensor_model_parallel_size=True",
      f"{ACTOR}.megatron.tensor_model_parallel_size=True: must be a number"),
     (f"{ACTOR}.optim.lr_decay_style=cosine",
-     f"{ACTOR}.optim.lr_decay_style='cosine': a schedule of the learning rate by Megatron's keys is "
-     "not built. Set lr_scheduler_type=cosine and min_lr_ratio in the same section."),
+     f"{ACTOR}.optim.lr_decay_style='cosine': a schedule of the learning rate by Megatron's keys "
+     "is not built. Set lr_scheduler_type=cosine and min_lr_ratio in the same section."),
     (f"{ACTOR}.optim.lr_warmup_init=0.1", "a warm-up that does not begin at 0 is not built."),
     (f"{ACTOR}.megatron.backend=mcor", f"Set {ACTOR}.megatron.backend=native (the default)."),
 ]  # fmt: skip
