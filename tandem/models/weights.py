@@ -428,9 +428,10 @@ def _found_in(files: list[Path], *, config: DecoderConfig, key: str) -> dict[str
         try:
             with safe_open(file, framework="pt") as tensors:
                 pieces = {x: tensors.get_slice(x) for x in tensors.keys()}  # noqa: SIM118
-                for name, piece in pieces.items():
-                    own = _Found(piece.get_shape(), piece.get_dtype())
-                    found[name_in_family(name, config)] = own
+                found |= {
+                    name_in_family(name, config): _Found(piece.get_shape(), piece.get_dtype())
+                    for name, piece in pieces.items()
+                }
         except SafetensorError as error:
             raise _unreadable(file, error, key=key) from error
     return found

@@ -146,7 +146,7 @@ def _read_moonlight(hf_config: Mapping[str, Any]) -> ExpertConfig:
 def _read_softmax_deepseek(hf_config: Mapping[str, Any]) -> ExpertConfig:
     """Read a configuration of DeepSeek-V2. transformers ignores its ``norm_topk_prob``, too."""
     method = hf_config.get("topk_method", "greedy")
-    _require_one_of("topk_method", method, _METHODS_OF_V2)
+    _require_one_of("topk_method", method, names=_METHODS_OF_V2)
     if hf_config.get("mlp_bias"):
         raise UserError(
             "config.json: mlp_bias",
@@ -176,7 +176,7 @@ def _read_deepseek(
     has_correction = scoring == "sigmoid"
     if hf_config["model_type"] != "XdgMoE":
         names = _NAMES_OF_SCORING[scoring]
-        _require_one_of("scoring_func", hf_config.get("scoring_func", names[0]), names)
+        _require_one_of("scoring_func", hf_config.get("scoring_func", names[0]), names=names)
     return ExpertConfig(
         _number(hf_config),
         require_size(hf_config, "num_experts_per_tok"),
@@ -199,7 +199,7 @@ def _read_xdg(hf_config: Mapping[str, Any]) -> ExpertConfig:
     A single expert keeps its score as its weight, as in the code of the family.
     """
     name = hf_config.get("scoring_func", "softmax")
-    _require_one_of("scoring_func", name, tuple(_SCORING_OF_XDG))
+    _require_one_of("scoring_func", name, names=tuple(_SCORING_OF_XDG))
     scoring = _SCORING_OF_XDG[name]
     experts = _read_deepseek(
         {**hf_config, "n_group": 1, "topk_group": 1},
@@ -229,7 +229,7 @@ def _first_dense(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(index for index in layers if index < first or index % frequency)
 
 
-def _require_one_of(name: str, value: object, names: tuple[str, ...]) -> None:
+def _require_one_of(name: str, value: object, *, names: tuple[str, ...]) -> None:
     if value not in names:
         raise UserError(
             f"config.json: {name}",
