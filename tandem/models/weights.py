@@ -15,6 +15,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """The names of weights in torch's own format, which only transformers' modelling code reads."""
 _LFS_POINTER = b"version https://git-lfs"
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types of numbers that weights may have, by safetensors' names."""
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """The suffix of tensors in old files that config.json determines."""
 
@@ -393,37 +396,49 @@ def _checked_tensors(
     Raises:
         UserError: see ``load_weights``.
     """
-    shapes = _shapes_of(files, config=config, key=key)
-    are_fused = any(name.endswith(FUSED_SUFFIX) for name in shapes)
+    found = _found_in(files, config=config, key=key)
+    are_fused = any(name.endswith(FUSED_SUFFIX) for name in found)
     sources = {source.name: source for source in file_tensors(config, are_fused=are_fused)}
     whole = parameter_shapes(config)
     for name, source in sources.items():
         columns = whole[source.parameter][1 if source.expert is None else 2 :]
-        if name not in shapes:
+        if name not in found:
             raise _error(folder, f"tensor {name!r} is missing from the weights", key=key)
-        if shapes[name] != (shape := [source.rows, *columns]):
-            rule = f"tensor {name!r} has shape {shapes[name]}, not {shape}"
+        if found[name].shape != (shape := [source.rows, *columns]):
+            rule = f"tensor {name!r} has shape {found[name].shape}, not {shape}"
             raise _error(folder, rule, key=key)
-    for name in shapes:
+        if found[name].dtype not in _FLOATS:
+            rule = f"tensor {name!r} has numbers of type {found[name].dtype}, which are not read"
+            raise _error(folder, rule, key=key, remedy="Use weights in bf16, fp16 or fp32.")
+    for name in found:
         is_known = name in sources or name == "lm_head.weight" or is_ignored(name, config)
         if not is_known and not name.endswith(_DERIVED_SUFFIX):
             raise _error(folder, f"unexpected tensor {name!r} in the weights", key=key)
     return sources
 
 
-def _shapes_of(files: list[Path], *, config: DecoderConfig, key: str) -> dict[str, list[int]]:
-    """Return the shapes of the tensors of files, by their names in files of the family."""
-    shapes: dict[str, list[int]] = {}
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tensor of a file: its shape, and safetensors' name of its type of numbers."""
+
+    shape: list[int]
+    dtype: str
+
+
+def _found_in(files: list[Path], *, config: DecoderConfig, key: str) -> dict[str, _Found]:
+    """Return the tensors of files, by their names in files of the family."""
+    found: dict[str, _Found] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes |= {
-                    name_in_family(name, config): tensors.get_slice(name).get_shape()
-                    for name in tensors.keys()  # noqa: SIM118
+                pieces = {x: tensors.get_slice(x) for x in tensors.keys()}  # noqa: SIM118
+                found |= {
+                    name_in_family(name, config): _Found(piece.get_shape(), piece.get_dtype())
+                    for name, piece in pieces.items()
                 }
         except SafetensorError as error:
             raise _unreadable(file, error, key=key) from error
-    return shapes
+    return found
 
 
 def _plan_shards(

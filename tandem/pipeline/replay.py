@@ -13,6 +13,9 @@ from tandem.data.packing import TrainSequence
 from tandem.errors import UserError
 from tandem.pipeline.batch import Batch
 
+_MODE = "actor_rollout_ref.actor.router_replay.mode"
+_RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
 
 def sequences_to_replay(config: RunConfig, batch: Batch) -> Sequence[TrainSequence]:
     """Return the sequences of the policy, with the routes that the run replays.
@@ -32,13 +35,12 @@ def sequences_to_replay(config: RunConfig, batch: Batch) -> Sequence[TrainSequen
         found = 0 if sequence.routes is None else len(sequence.routes)
         if found != num_fed or sequence.branches:
             raise UserError(
-                "actor_rollout_ref.actor.router_replay.mode",
+                _MODE,
                 mode,
                 rule=f"sample {sample.trajectory.sample_id} has recorded experts for {found} of "
                 f"its {num_fed} tokens; conversations that forked and rollout engines of your own "
                 "have none",
-                remedy="Set router_replay.mode=R2 or disabled, and "
-                "enable_rollout_routing_replay=False.",
+                remedy=f"Set {_MODE}=R2 or disabled, and {_RECORDS}=False.",
             )
     return _with_routes_of_empty(batch.sequences)
 

@@ -144,7 +144,8 @@ def _transfer(rank: int, store: Store, *, link: _Link, tensors: LinkTensors, nam
 
 def test_16_what_a_sharded_engine_trained_arrives_bit_by_bit(tmp_path: Path) -> None:
     """Experts over two ranks, each shared by two, and over four are among them, and rollouts that
-    divide them (MO12)."""
+    divide them (MO12), and a correction that stays in fp32 (MO4).
+    """
     families = ("qwen2_tied", "qwen2_untied", "qwen3_biases", "dots1")
     for family in families:
         write_hf((NATIVE | EXPERTS)[family](), tmp_path / family)
@@ -162,6 +163,8 @@ def test_16_what_a_sharded_engine_trained_arrives_bit_by_bit(tmp_path: Path) -> 
             for spec, tensor in rollout[number]:
                 wanted = view_of(trained[spec.name], spec)
                 assert torch.equal(tensor, wanted.to(tensor.dtype)), (spec.name, link)
+                dtype = torch.float32 if spec.name.endswith(".correction") else link.dtype
+                assert tensor.dtype == dtype, (spec.name, link)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 
 from tandem.algorithms.sft import SftLoss
@@ -27,12 +28,14 @@ from tests.distributed.training import (
     TOLERANCE,
     Case,
     assembled,
+    check_gradients,
     check_outcomes,
     copied_parts,
     deal,
     open_engine,
     open_sharded_model,
     open_single,
+    save_first_steps,
     train_all,
     train_single,
 )
@@ -119,7 +122,19 @@ def with_experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     families = ("qwen3_moe", "dots1", "olmoe", "deepseek_v3")
     for family in families:
         write_hf(EXPERTS[family](), root / family)
-    return {family: root / family for family in families}
+    write_hf(EXPERTS["dots1"](), root / "one-sided")
+    choose_first_experts(root / "one-sided")
+    return {folder.name: folder for folder in root.iterdir()}
+
+
+def choose_first_experts(folder: Path) -> None:
+    """Let the routers of a dots.llm1 send all tokens to experts 0, 1 and 2."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.zero_()[:3] = 9.0
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
@@ -163,6 +178,21 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
     by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         check_outcomes(case, ranks)
+
+
+def test_mo9_gradients_of_divided_experts(with_experts: dict[str, Path], tmp_path: Path) -> None:
+    divided = {"expert_model_parallel_size": 2}
+    cases = [
+        Case(with_experts["qwen3_moe"], ADAMW, config=divided),
+        Case(with_experts["dots1"], ADAMW, config={**divided, "tensor_model_parallel_size": 2}),
+        Case(with_experts["dots1"], ADAMW, config={**divided, "ulysses_sequence_parallel_size": 2}),
+    ]
+    saved = [(case, tmp_path / str(number)) for number, case in enumerate(cases)]
+    for _, folder in saved:
+        folder.mkdir()
+    reports, _ = run_ranks(save_first_steps, 2, saved)
+    for (case, folder), report in zip(saved, reports, strict=True):
+        check_gradients(case, folder, report=report)
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +246,10 @@ def test_mo9_and_mo10_experts_divided_over_four_ranks(with_experts: dict[str, Pa
     """Divide experts over all ranks, half of them or a copy's; micro-batches are unequal.
 
     With six sequences in a micro-batch there are three for four ranks, so that one has no work.
+    The experts of the last model that get tokens are held by two ranks.
     """
-    qwen3, dots = (Case(with_experts[family], ADAMW) for family in ("qwen3_moe", "dots1"))
+    names = ("qwen3_moe", "dots1", "one-sided")
+    qwen3, dots, one_sided = (Case(with_experts[name], ADAMW) for name in names)
     by_two, by_four = ({"expert_model_parallel_size": size} for size in (2, 4))
     cases = [
         replace(qwen3, config=by_four, max_sequences=6),
@@ -226,10 +258,13 @@ def test_mo9_and_mo10_experts_divided_over_four_ranks(with_experts: dict[str, Pa
         replace(dots, config={**by_two, "tensor_model_parallel_size": 2}),
         replace(dots, config={**by_four, "tensor_model_parallel_size": 2}, optim=MUON),
         replace(qwen3, config={**by_two, "ulysses_sequence_parallel_size": 2}),
+        replace(one_sided, config=by_four),
     ]
     by_rank = run_ranks(train_all, 4, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         check_outcomes(case, ranks)
+    routes = [part for rank in by_rank for part in rank[-1].routes if part is not None]
+    assert routes and all(int(part.max()) == 2 for part in routes)
 
 
 def test_four_ranks(folders: dict[str, Path]) -> None:

@@ -148,14 +148,20 @@ def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path, is_cr
 
 
 def test_mo13_experts_of_two_ranks_continue_on_four_and_in_one(tmp_path: Path) -> None:
-    """Save with experts over two ranks; load with experts over four, with FSDP2, and whole."""
+    """Save with experts over two ranks; load with experts over four, with FSDP2, and whole. On as
+    many ranks as before, the weights after two more steps are the same bit by bit.
+    """
     write_hf(EXPERTS["dots1"](), tmp_path / "model")
     divided = {"expert_model_parallel_size": 2}
     case = Case(tmp_path / "model", OPTIM, config=divided)
-    saved, *targets = (tmp_path / str(i) for i in range(4))
-    for folder in (saved, *targets):
+    saved, same, *targets = (tmp_path / str(i) for i in range(5))
+    for folder in (saved, same, *targets):
         folder.mkdir()
     saved_weights, final = _wholes(run_ranks(_start, 2, case, saved))
+    (two,) = zip(*run_ranks(_resume, 2, case, [Visit(saved, same, divided)]), strict=True)
+    loaded, continued = _wholes(two)
+    _check_equal(loaded, saved_weights)
+    _check_equal(continued, final)
     engine, weights = open_single(replace(case, config={}))
     engine.load(saved)
     _check_equal(weights, saved_weights)

@@ -231,6 +231,44 @@ def train_all(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> l
     return outcomes
 
 
+def save_first_steps(
+    rank: int, size: int, store_port: int, saved: Sequence[tuple[Case, Path]]
+) -> list[UpdateReport]:
+    """Train a step of each case as one rank and save it."""
+    reports: list[UpdateReport] = []
+    for case, folder in saved:
+        engine = open_engine(case, rank=rank, size=size)
+        batches, num_rounds = deal(case, engine, rank=rank, size=size)
+        outcome = train_rank(engine, batches, num_rounds=num_rounds, num_steps=1, loss=case.loss)
+        engine.save(folder)
+        reports += outcome.reports
+    return reports
+
+
+def first_gradients(engine: SingleDeviceEngine) -> dict[str, Tensor]:
+    """Return AdamW's first moments, which after one step are a share of the clipped gradients."""
+    optimizer = engine._optimizer  # pyright: ignore[reportPrivateUsage]
+    moments = optimizer.state_dict()["AdamW"]["exp_avg"]
+    return dict(zip(optimizer.members["AdamW"], moments, strict=True))
+
+
+def check_gradients(case: Case, folder: Path, *, report: UpdateReport) -> None:
+    """Compare loss and gradients of a saved first step with those of one process. AdamW's steps
+    would not show it if a whole tensor's gradient were too large.
+    """
+    loaded, _ = open_single(replace(case, config={}))
+    loaded.load(folder)
+    alone, _ = open_single(case)
+    (expected,), _ = train_single(alone, case, num_steps=1)
+    assert report.metrics["actor/loss"] == pytest.approx(expected.metrics["actor/loss"], rel=1e-5)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    wanted = first_gradients(alone)
+    for name, found in first_gradients(loaded).items():
+        bound = 1e-5 * float(wanted[name].abs().max())
+        assert bound > 0
+        torch.testing.assert_close(found, wanted[name], rtol=0, atol=bound, msg=name)
+
+
 def check_outcomes(case: Case, ranks: Sequence[Outcome]) -> None:
     """Compare what the ranks trained with what one process trains."""
     is_strict = case.optim.optimizer != "Muon" and case.model.decoder_config is not None

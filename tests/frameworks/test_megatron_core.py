@@ -16,8 +16,16 @@ from typing import Any
 import pytest
 
 from tandem.config.schema.optim import OptimConfig
+from tandem.types import UpdateReport
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training import Case, Outcome, check_outcomes, train_all
+from tests.distributed.training import (
+    Case,
+    Outcome,
+    check_gradients,
+    check_outcomes,
+    save_first_steps,
+    train_all,
+)
 from tests.fakes import cuda_double
 from tests.fakes.mindspeed_stub import write_mindspeed
 from tests.unit.models.tiny_models import NATIVE, write_hf
@@ -65,6 +73,24 @@ def test_mo17_megatrons_layers_train_what_tandems_do(tmp_path: Path) -> None:
         by_rank = run_ranks(_train_all, size, cases)
         for case, *ranks in zip(cases, *by_rank, strict=True):
             check_outcomes(case, ranks)
+
+
+def _save_first_steps(
+    rank: int, size: int, store_port: int, saved: Sequence[tuple[Case, Path]]
+) -> list[UpdateReport]:
+    cuda_double.install()
+    return save_first_steps(rank, size, store_port, saved)
+
+
+@pytest.mark.parametrize("size", ["", "tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_mo17_gradients_of_megatrons_layers_are_those_of_tandems(size: str, tmp_path: Path) -> None:
+    """Both compute the same micro-batches; weights alone would not show a gradient's size."""
+    write_hf(NATIVE["qwen3_tied"](), tmp_path / "model")
+    (tmp_path / "saved").mkdir()
+    config = _layout(**({size: 2} if size else {}))
+    case = Case(tmp_path / "model", ADAMW, config=config)
+    reports, _ = run_ranks(_save_first_steps, 2, [(case, tmp_path / "saved")])
+    check_gradients(case, tmp_path / "saved", report=reports[0])
 
 
 def _train_with_adaptor(

@@ -24,6 +24,12 @@ _SCORING_OF_XDG: Mapping[str, Scoring] = {
     "noaux_tc": "sigmoid",
 }
 _METHODS_OF_V2 = ("greedy", "group_limited_greedy")
+_NAMES_OF_SCORING: Mapping[Scoring, tuple[str, ...]] = {
+    "softmax": ("softmax",),
+    "sigmoid": ("sigmoid", "noaux_tc"),
+}
+"""The values of ``scoring_func`` in files of families that have one function each."""
+
 _NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts")
 """The names of the number of experts: on the hub, of DeepSeek's families, and of transformers 5."""
 
@@ -140,13 +146,7 @@ def _read_moonlight(hf_config: Mapping[str, Any]) -> ExpertConfig:
 def _read_softmax_deepseek(hf_config: Mapping[str, Any]) -> ExpertConfig:
     """Read a configuration of DeepSeek-V2. transformers ignores its ``norm_topk_prob``, too."""
     method = hf_config.get("topk_method", "greedy")
-    if method not in _METHODS_OF_V2:
-        raise UserError(
-            "config.json: topk_method",
-            method,
-            rule=f"must be one of {', '.join(_METHODS_OF_V2)}",
-            remedy="Use the config.json that belongs to the weights.",
-        )
+    _require_one_of("topk_method", method, names=_METHODS_OF_V2)
     if hf_config.get("mlp_bias"):
         raise UserError(
             "config.json: mlp_bias",
@@ -174,6 +174,9 @@ def _read_deepseek(
 ) -> ExpertConfig:
     inner = require_size(hf_config, "moe_intermediate_size")
     has_correction = scoring == "sigmoid"
+    if hf_config["model_type"] != "XdgMoE":
+        names = _NAMES_OF_SCORING[scoring]
+        _require_one_of("scoring_func", hf_config.get("scoring_func", names[0]), names=names)
     return ExpertConfig(
         _number(hf_config),
         require_size(hf_config, "num_experts_per_tok"),
@@ -196,14 +199,8 @@ def _read_xdg(hf_config: Mapping[str, Any]) -> ExpertConfig:
     A single expert keeps its score as its weight, as in the code of the family.
     """
     name = hf_config.get("scoring_func", "softmax")
-    scoring = _SCORING_OF_XDG.get(name)
-    if scoring is None:
-        raise UserError(
-            "config.json: scoring_func",
-            name,
-            rule=f"must be one of {', '.join(_SCORING_OF_XDG)}",
-            remedy="Use the config.json that belongs to the weights.",
-        )
+    _require_one_of("scoring_func", name, names=tuple(_SCORING_OF_XDG))
+    scoring = _SCORING_OF_XDG[name]
     experts = _read_deepseek(
         {**hf_config, "n_group": 1, "topk_group": 1},
         scoring=scoring,
@@ -232,14 +229,28 @@ def _first_dense(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(index for index in layers if index < first or index % frequency)
 
 
+def _require_one_of(name: str, value: object, *, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise UserError(
+            f"config.json: {name}",
+            value,
+            rule=f"must be one of {', '.join(names)}",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+
+
 def _require_consistent(experts: ExpertConfig) -> None:
     wrong = None
-    if experts.num_chosen > experts.num_experts:
-        wrong = ("num_experts_per_tok", experts.num_chosen, f"at most {experts.num_experts}")
-    elif experts.num_experts % experts.num_groups:
-        wrong = ("n_group", experts.num_groups, f"a divisor of {experts.num_experts} experts")
-    elif experts.num_kept_groups > experts.num_groups:
-        wrong = ("topk_group", experts.num_kept_groups, f"at most {experts.num_groups}")
+    number, kept = experts.num_experts, experts.num_kept_groups
+    if experts.num_chosen > number:
+        wrong = ("num_experts_per_tok", experts.num_chosen, f"at most {number}")
+    elif number % experts.num_groups:
+        wrong = ("n_group", experts.num_groups, f"a divisor of {number} experts")
+    elif kept > experts.num_groups:
+        wrong = ("topk_group", kept, f"at most {experts.num_groups}")
+    elif experts.num_chosen > kept * (number // experts.num_groups):
+        held = f"at most {kept * (number // experts.num_groups)}, the experts of {kept} group(s)"
+        wrong = ("num_experts_per_tok", experts.num_chosen, held)
     if wrong is not None:
         name, value, rule = wrong
         remedy = "Use the config.json that belongs to the weights."

@@ -16,7 +16,7 @@ def require_size(hf_config: Mapping[str, Any], name: str) -> int:
         UserError: it is missing, or not a positive integer.
     """
     value = hf_config.get(name)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(
             f"config.json: {name}",
             value,

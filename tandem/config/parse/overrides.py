@@ -42,7 +42,13 @@ from tandem.config.parse.names import ALIASES, chooses_built_option
 from tandem.config.parse.yaml_content import short_cause
 from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
-from tandem.config.schema.megatron import MEGATRON_IGNORED, SPELLINGS, STRATEGY, is_closed
+from tandem.config.schema.megatron import (
+    MEGATRON_IGNORED,
+    SPELLINGS,
+    STRATEGY,
+    in_words_of_megatron,
+    is_closed,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -110,7 +116,10 @@ def load_config(
     written.require_followed()
     tree = _resolve(schema, written.tree)
     _require_built(schema, tree, spellings=written.spellings)
-    config = _build(schema, _read(schema, tree), defaults=written.defaults)
+    try:
+        config = _build(schema, _read(schema, tree), defaults=written.defaults)
+    except UserError as error:
+        raise _as_written(error, written.spellings) from error
     return LoadedConfig(
         config=config,
         set_keys=dict(written.spellings),
@@ -265,7 +274,7 @@ class _Written:
         if assignment.value == "" and not _is_without_effect(key):
             raise empty_value(self._schema, name)
         if key is not None and key.is_number and isinstance(assignment.value, bool):
-            raise not_a_number(key, assignment.value)
+            raise _as_written(not_a_number(key, assignment.value), {name: assignment.name})
         is_other = name != assignment.name and assignment.name not in SPELLINGS
         if is_other and name not in self.spellings:
             self.warnings.append(f"{assignment.name} is read as {name}")
@@ -347,6 +356,14 @@ def _build(schema: type[ConfigT], tree: Tree, *, defaults: Iterable[str]) -> Con
         section, _, key = name.rpartition(".")
         attrgetter(section)(config).model_fields_set.discard(key)
     return config
+
+
+def _as_written(error: UserError, spellings: Mapping[str, str]) -> UserError:
+    """Return an error with the spelling of Megatron where its key was written so."""
+    if spellings.get(error.key) not in SPELLINGS:
+        return error
+    key, rule, remedy = map(in_words_of_megatron, (error.key, error.rule, error.remedy))
+    return UserError(key, error.value, rule=rule, remedy=remedy)
 
 
 def _put(tree: Tree, name: str, *, value: Any) -> None:

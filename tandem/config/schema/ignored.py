@@ -52,7 +52,7 @@ _ALWAYS_PACKED = "batches are always packed without padding, and no result depen
 _FUSED = "log-probs are always computed by a fused kernel, in chunks"
 _ROUTES_IN_MEMORY = "routes travel with the samples; verl never reads it either"
 _MEGATRON = "weights travel in slices, by the names of the native decoder"
-_OTHER_ENGINE = "only engines other than FSDP read it, which are not built yet"
+_OTHER_ENGINE = "only other engines of verl read it"
 _COMPILED = "not built yet: nothing is compiled so far"
 _DETERMINISTIC = (
     "draws are keyed by seed and sample; not built yet: only deterministic kernels on accelerators"
@@ -108,13 +108,13 @@ _MODEL: Table = {
 _OPTIM: Table = {
     **_unset(
         _OTHER_ENGINE,
-        "lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_steps lr_wsd_decay_style "
+        "lr_decay_steps min_lr lr_wsd_decay_steps lr_wsd_decay_style "
         "exp_avg_dtype exp_avg_sq_dtype main_grads_dtype master_weight_dtype master_weights "
         "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
         "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps "
         "muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode "
         "use_checkpoint_opt_param_scheduler use_layer_wise_distributed_optimizer "
-        "use_precision_aware_optimizer weight_decay_incr_style wd_incr_style "
+        "use_precision_aware_optimizer wd_incr_style "
         "decay_type eps name min_lr_factor init_lr_ratio lr_decay_ratio lr_min lr_start "
         "store_param_remainders",
     ),

@@ -78,7 +78,6 @@ _OVERRIDES: Table = {
         _RECOMPUTED,
         "recompute_granularity recompute_method recompute_num_layers recompute_modules",
     ),
-    "moe_router_dtype": (None, "routers always multiply in fp32"),
     **_all(
         _HOW,
         "moe_permute_fusion moe_grouped_gemm moe_token_dispatcher_type moe_enable_deepep "
@@ -103,6 +102,7 @@ _UNEVEN = Unbuilt(
     "Set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage.",
 )
 _REFUSED_OVERRIDES: Mapping[str, Unbuilt] = {
+    "moe_router_dtype": Unbuilt("a router in another precision than fp32", ("fp32", None)),
     "moe_aux_loss_coeff": _AUXILIARY,
     "moe_z_loss_coeff": _AUXILIARY,
     "moe_router_load_balancing_type": Unbuilt(

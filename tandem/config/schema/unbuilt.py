@@ -73,6 +73,13 @@ _OPTIM_SECTION = {
     "zero_indexed_step": _LATE_SCHEDULE,
     "optimizer_impl": Unbuilt("an optimizer of another package", ("torch.optim", None)),
     "override_optimizer_config": Unbuilt("another argument of the optimizer", ({}, None)),
+    "lr_decay_style": Unbuilt(
+        "a schedule of the learning rate by Megatron's keys",
+        ("constant", None),
+        "Set lr_scheduler_type=cosine and min_lr_ratio in the same section.",
+    ),
+    "lr_warmup_init": Unbuilt("a warm-up that does not begin at 0", (0, None)),
+    "weight_decay_incr_style": Unbuilt("a weight decay that changes", ("constant", None)),
 }
 _OWN_CLASS = ("path", "name", "class_path", "class_name")
 _ORDER = "an order of rows other than that of the files or, with data.shuffle=True, a random one"

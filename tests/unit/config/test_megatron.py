@@ -131,7 +131,22 @@ REFUSED = [
     (f"+{OVERRIDDEN}.moe_aux_loss_coeff=0.001", "an auxiliary loss of routers is not built."),
     (f"{OVERRIDDEN}.account_for_loss_in_pipeline_split=True",
      "a split into stages that is not by numbers of layers is not built."),
+    (f"+{OVERRIDDEN}.moe_router_dtype=fp64",
+     f"{OVERRIDDEN}.moe_router_dtype='fp64': a router in another precision than fp32 is not built. "
+     f"Leave the key out, or set {OVERRIDDEN}.moe_router_dtype=fp32."),
     (f"{ACTOR}.megatron.tensor_parallel_size=2", "Did you mean"),
+    *((f"{ACTOR}.megatron.{name}={value}",
+       f"{ACTOR}.megatron.{name}={value}: must be at least 1. Set {ACTOR}.megatron.{name}=")
+      for name, value in (("tensor_model_parallel_size", -1), ("expert_model_parallel_size", -2),
+                          ("pipeline_model_parallel_size", 0), ("context_parallel_size", -1),
+                          ("expert_tensor_parallel_size", 0))),
+    (f"{ACTOR}.megatron.tensor_model_parallel_size=True",
+     f"{ACTOR}.megatron.tensor_model_parallel_size=True: must be a number"),
+    (f"{ACTOR}.optim.lr_decay_style=cosine",
+     f"{ACTOR}.optim.lr_decay_style='cosine': a schedule of the learning rate by Megatron's keys "
+     "is not built. Set lr_scheduler_type=cosine and min_lr_ratio in the same section."),
+    (f"{ACTOR}.optim.lr_warmup_init=0.1", "a warm-up that does not begin at 0 is not built."),
+    (f"{ACTOR}.megatron.backend=mcor", f"Set {ACTOR}.megatron.backend=native (the default)."),
 ]  # fmt: skip
 
 

@@ -79,6 +79,47 @@ def test_mo3_a_missing_expert_is_named_in_one_line(tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def fuse(tensors: dict[str, torch.Tensor], layer: int) -> None:
+    """Replace the experts of a layer by the two tensors of the other layout."""
+    own = f"model.layers.{layer}.mlp.experts"
+    gate, up, down = (
+        [tensors.pop(f"{own}.{expert}.{name}_proj.weight") for expert in range(8)]
+        for name in ("gate", "up", "down")
+    )
+    pairs = zip(gate, up, strict=True)
+    tensors[f"{own}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    tensors[f"{own}.down_proj"] = torch.stack(down)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_mo3_a_layer_in_the_other_layout_is_one_line(layer, tmp_path):
+    write_hf(EXPERTS["qwen3_moe"](), tmp_path)
+    change_files(tmp_path, lambda tensors: fuse(tensors, layer))
+    with pytest.raises(UserError) as raised:
+        check_folder(str(tmp_path))
+    missing = f"model.layers.{1 - layer}.mlp.experts.gate_up_proj"
+    assert f"tensor '{missing}' is missing from the weights" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_mo3_experts_may_have_several_types_of_numbers_but_no_integers_or_fp8(tmp_path):
+    write_hf(EXPERTS["qwen3_moe"](), tmp_path)
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    halved = files_of(tmp_path)[name].bfloat16()
+    change_files(tmp_path, lambda tensors: tensors.update({name: halved}))
+    experts = open_fp32(tmp_path).decoder.layers[1].experts
+    assert torch.equal(experts.routed.gate_up[5][24:], halved.float())
+    for dtype, shown in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        other = {name: halved.to(dtype)}
+        change_files(tmp_path, lambda tensors, x=other: tensors.update(x))
+        with pytest.raises(UserError) as raised:
+            check_folder(str(tmp_path))
+        assert str(raised.value) == (
+            f"actor_rollout_ref.model.path={str(tmp_path)!r}: tensor {name!r} has numbers of type "
+            f"{shown}, which are not read. Use weights in bf16, fp16 or fp32."
+        )
+
+
 @pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "num_local_experts"])
 def test_mo3_three_names_of_the_number_of_experts(name):
     renamed = {key: value for key, value in QWEN.items() if key != "num_experts"} | {name: 8}
@@ -99,7 +140,21 @@ def test_mo3_config_of_transformers_is_read():
         ({"num_experts_per_tok": 9}, "config.json: num_experts_per_tok=9: must be at most 8"),
         ({"model_type": "dots1", "n_group": 3}, "n_group=3: must be a divisor of 8 experts"),
         ({"model_type": "dots1", "n_group": 2, "topk_group": 3}, "topk_group=3: must be at most 2"),
+        (
+            {"model_type": "dots1", "n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+            "num_experts_per_tok=3: must be at most 2, the experts of 1 group(s)",
+        ),
+        ({"num_experts": 0}, "config.json: num_experts=0: must be a positive integer"),
+        ({"num_experts_per_tok": True}, "num_experts_per_tok=True: must be a positive integer"),
         ({"model_type": "XdgMoE", "scoring_func": "tanh"}, "scoring_func='tanh': must be one of"),
+        (
+            {"model_type": "dots1", "scoring_func": "softmax"},
+            "config.json: scoring_func='softmax': must be one of sigmoid, noaux_tc. Use the config",
+        ),
+        (
+            {"model_type": "deepseek_v2", **LATENT, "scoring_func": "sigmoid"},
+            "scoring_func='sigmoid': must be one of softmax. Use",
+        ),
         (
             {"model_type": "deepseek_v2", **LATENT, "topk_method": "noaux_tc"},
             "topk_method='noaux_tc': must be",

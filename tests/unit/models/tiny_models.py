@@ -145,20 +145,25 @@ EXPERTS = {
 """Models with experts; ``write_xdg`` writes another one, which transformers does not know."""
 
 
-def hf_model(hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return a model of random weights: norms near 1, all others normal(0, 0.2)."""
+def hf_model(hf_config: PretrainedConfig, seed: int = 0, *, std: float = 0.2) -> PreTrainedModel:
+    """Return a model of random weights: norms near 1, all others normal(0, std).
+
+    Experts are computed one by one, by the code that defines them, and not by a grouped product.
+    """
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     corrections = [x for x in model.named_buffers() if "correction" in x[0]]
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *corrections):
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+            parameter.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
     return model
 
 
-def write_xdg(folder: Path) -> PreTrainedModel:
+def write_xdg(folder: Path, *, std: float = 0.2) -> PreTrainedModel:
     """Write red-moe's family into ``folder``."""
-    theirs = write_hf(EXPERTS["dots1"](), folder)
+    theirs = write_hf(EXPERTS["dots1"](), folder, std=std)
     name_as_red_moe(folder)
     return theirs
 
@@ -177,9 +182,9 @@ def name_as_red_moe(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content))
 
 
-def write_hf(hf_config: PretrainedConfig, folder: Path) -> PreTrainedModel:
+def write_hf(hf_config: PretrainedConfig, folder: Path, *, std: float = 0.2) -> PreTrainedModel:
     """``hf_model`` written into ``folder``."""
-    model = hf_model(hf_config)
+    model = hf_model(hf_config, std=std)
     model.save_pretrained(folder)
     return model
 

@@ -18,6 +18,7 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.data.packing import pack
 from tandem.data.routes import routes_of
+from tandem.errors import UserError
 from tandem.pipeline.batch import lay_out
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
@@ -149,6 +150,24 @@ def _drawn(sample_id: int, *token_ids: int, prompt: tuple[int, ...] = (4,)) -> S
         routes=routes if token_ids else None,
     )
     return Sample(Trajectory.of_single_turn(prompt, completion), "", FAILED)
+
+
+def test_mo8_a_sample_without_routes_is_named_in_one_line() -> None:
+    first, other = _drawn(3, 7, 8), _drawn(5, 7, 9)
+    drawn = other.trajectory.spans[-1].completion
+    assert drawn is not None
+    lost = Trajectory.of_single_turn((4,), replace(drawn, routes=None))
+    samples = (first, replace(other, trajectory=lost))
+    groups = [Group(Prompt(0, 0, (4,), "", "source", ""), samples)]
+    mode, records = "actor.router_replay.mode", "rollout.enable_rollout_routing_replay"
+    parts = make_parts(RecordingEngine(), groups, f"actor_rollout_ref.{mode}=R3")
+    with pytest.raises(UserError) as refused:
+        asyncio.run(score_with_policy(parts, lay_out(groups)))
+    assert str(refused.value) == (
+        f"actor_rollout_ref.{mode}='R3': sample 5 has recorded experts for 0 of its 2 "
+        "tokens; conversations that forked and rollout engines of your own have none. Set "
+        f"actor_rollout_ref.{mode}=R2 or disabled, and actor_rollout_ref.{records}=False."
+    )
 
 
 def test_mo7_an_episode_without_a_turn_takes_no_routes_from_the_others() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.types import GenerationRequest, SamplingParams
 from tests.fakes.draining import drain_by_sample
-from tests.unit.models.tiny_models import EXPERTS, open_fp32, write_hf
+from tests.unit.models.tiny_models import EXPERTS, open_fp32, write_hf, write_xdg
 
 PROMPTS = ((3, 5, 7), (11,), (20, 21, 22, 23, 24, 25))
 NUM_TOKENS = 12
@@ -29,10 +30,16 @@ def generated(decoder, *, max_num_seqs, temperature):
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3_moe", "dots1", "glm4_moe", "olmoe", "deepseek_v2_groups", "deepseek_v3"]
+    "case",
+    [
+        *("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "glm4_moe", "olmoe"),
+        *("deepseek_v2_groups", "deepseek_v3", "XdgMoE"),
+    ],
 )
-def test_mo6_greedy_tokens_are_those_of_transformers(case, tmp_path):
-    theirs, decoder = write_hf(EXPERTS[case](), tmp_path), open_fp32(tmp_path).decoder
+def test_mo6_greedy_tokens_and_log_probs_are_those_of_transformers(case, tmp_path):
+    """See ``tests/unit/models/test_experts.py`` for the rounding of weights of this deviation."""
+    write = write_xdg if case == "XdgMoE" else partial(write_hf, EXPERTS.get(case, dict)())
+    theirs, decoder = write(tmp_path, std=0.1), open_fp32(tmp_path).decoder
     found = generated(decoder, max_num_seqs=8, temperature=0.0)
     for index, prompt in enumerate(PROMPTS):
         ids = torch.tensor([prompt])
@@ -44,7 +51,12 @@ def test_mo6_greedy_tokens_are_those_of_transformers(case, tmp_path):
             do_sample=False,
             pad_token_id=0,
         )
-        assert list(found[index].token_ids) == wanted[0, len(prompt) :].tolist()
+        tokens = wanted[0, len(prompt) :]
+        assert list(found[index].token_ids) == tokens.tolist()
+        with torch.no_grad():
+            logits_TV = theirs(wanted).logits[0, len(prompt) - 1 : -1]
+        log_probs_T = logits_TV.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        assert found[index].log_probs == pytest.approx(log_probs_T.tolist(), abs=1e-5)
 
 
 def test_mo6_a_batch_changes_nothing(tmp_path):

@@ -151,6 +151,26 @@ def test_mo7_recomputation_and_shared_prompts_change_no_gradient(model, sequence
         torch.testing.assert_close(alone[name], x, rtol=0, atol=1e-5 * float(x.abs().max()))
 
 
+def test_mo5_ties_go_to_the_same_experts_in_rollout_and_trainer(tmp_path):
+    """All logits are equal in every token; one row or four rows are fed, and then whole prompts."""
+    write_hf(EXPERTS["dots1"](), tmp_path)
+    tied = open_fp32(tmp_path)
+    with torch.no_grad():
+        for name in ("router", "correction"):
+            getattr(tied.decoder.layers[1].experts, name).zero_()
+    engine = NativeRolloutEngine(tied.decoder, CONFIG)
+    engine.add(requests())
+    found = drain_by_sample(engine)
+    batch = pack(
+        [
+            TrainSequence(i, PROMPTS[i // 2], found[i].token_ids, routes=found[i].routes)
+            for i in sorted(found)
+        ]
+    )
+    free = replace(batch, routes_TLK=None, with_routes=True)
+    assert torch.equal(score(tied, free, temperature=1.0).routes_TLK, batch.routes_TLK)
+
+
 def test_a_batch_replays_only_if_all_its_sequences_have_routes(sequences):
     assert pack([*sequences[:1], replace(sequences[1], routes=None)]).routes_TLK is None
 
