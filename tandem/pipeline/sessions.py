@@ -25,8 +25,7 @@ from tandem.agents.chat import (
     drops_thought,
     same_message,
 )
-from tandem.agents.programs import ProgramEnd
-from tandem.agents.setup import Task
+from tandem.agents.setup import ProgramEnd, Task
 from tandem.data.call_formats import message_of_turn
 from tandem.data.dialogue import Dialogue, DialogueRefused
 from tandem.data.span_tree import ROOT, SpanTree

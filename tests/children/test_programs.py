@@ -15,8 +15,8 @@ import pytest
 
 from tandem.agents.agent_files import read_agent_file
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.programs import ProgramEnd, Programs, without_proxy
-from tandem.agents.setup import Access, EnvironmentSetup, ProgramSpec, Task
+from tandem.agents.programs import Programs, without_proxy
+from tandem.agents.setup import Access, EnvironmentSetup, ProgramEnd, ProgramSpec, Task
 from tandem.errors import UserError
 
 ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")

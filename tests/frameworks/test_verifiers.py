@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tandem.agents.endpoint import open_endpoint
-from tandem.agents.programs import ProgramEnd, Programs, without_proxy
-from tandem.agents.setup import ProgramSpec, Task
+from tandem.agents.programs import Programs, without_proxy
+from tandem.agents.setup import ProgramEnd, ProgramSpec, Task
 from tandem.data.span_tree import rows_of
 from tandem.pipeline.sessions import ProgramSession
 from tandem.types import EpisodeEnd, EpisodeRecord, GenerationRequest, SamplingParams

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from tandem.agents.chat import ChatReply, ChatRequest, RequestRefused, read_chat_request
-from tandem.agents.programs import ProgramEnd
-from tandem.agents.setup import Access, ProgramSpec, Task
+from tandem.agents.setup import Access, ProgramEnd, ProgramSpec, Task
 from tandem.data.call_formats import CALL_FORMATS
 from tandem.data.routes import routes_of
 from tandem.data.span_tree import rows_of
