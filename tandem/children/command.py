@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command of the user as a child process: its own process group, which ends with this process.
+"""A command of the user as a child process, which ends with this process and with all its children.
 
-The command inherits one end of a pipe that this process holds open. The kernel signals the group
-when the other end closes, which needs nothing of the command. What it prints is read to the end,
-and the last part is kept. A reader may get the lines of its output as they come.
+Between both stands a small program, the keeper (``keeper``). It inherits one end of a pipe that
+this process holds open, and kills what the command has started when the other end closes. What the
+command prints is read to the end, and the last part is kept. A reader may get the lines of its
+output as they come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import errno
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+
+from tandem.children import keeper
 
 KEPT_BYTES = 1 << 16
 """The number of bytes that are kept of each output."""
 MAX_LINE_BYTES = 1 << 20
 """The length of a line that a reader gets; longer ones are left out."""
+_EXIT_WAIT_S = 10.0
+"""The time in which the keeper kills what the command has started."""
 _CLOSE_WAIT_S = 2.0
+_KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +122,15 @@ class RunningCommand:
 
     async def end(self) -> CommandEnd:
         """Kill it and all its children; return its end."""
-        _kill_group(self._transport.get_pid())  # also what the command has left behind
+        os.close(self._held_fd)
         try:
-            with suppress(TimeoutError):  # a process of another session may hold its outputs
-                async with asyncio.timeout(_CLOSE_WAIT_S):
-                    await self._outputs.exited
-                    await self._outputs.closed
+            await asyncio.wait((self._outputs.exited,), timeout=_EXIT_WAIT_S)
+            if not self._outputs.exited.done():
+                self._transport.kill()
+                await self._outputs.exited
+            await asyncio.wait((self._outputs.closed,), timeout=_CLOSE_WAIT_S)
         finally:
             self._transport.close()
-            os.close(self._held_fd)
         exit_code = self._transport.get_returncode()
         assert exit_code is not None, "the command has ended"
         return CommandEnd(exit_code, self._outputs.text(1), self._outputs.text(2))
@@ -143,16 +150,17 @@ async def start_command(
     Raises:
         OSError: the command cannot be started.
     """
+    if shutil.which(argv[0], path=environment.get("PATH")) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     lifeline_fd, held_fd = os.pipe()
     try:
         transport, outputs = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Outputs(on_line),
-            *argv,
+            *(*_KEEPER, str(lifeline_fd), *argv),
             env=environment,
             pass_fds=(lifeline_fd,),
             start_new_session=True,
         )
-        _signal_at_close(lifeline_fd, transport.get_pid())
     except BaseException:
         os.close(held_fd)
         raise
@@ -177,18 +185,3 @@ async def run_command(
     finally:
         end = await command.end()
     return end
-
-
-def _signal_at_close(lifeline_fd: int, pid: int) -> None:
-    """Make the kernel send SIGIO, which kills, to the group of ``pid`` when the pipe closes."""
-    try:
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid)
-    except ProcessLookupError:
-        return  # it has ended already, and has left nothing behind
-    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):  # all of them may have ended
-        os.killpg(pid, signal.SIGKILL)

@@ -60,7 +60,8 @@ def play(message):
         stopped[number].wait()
         answer(number, failure="stopped")
     if kind == "child":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+            start_new_session=True)
         answer(number, returned=1.0)
 
 
@@ -219,7 +220,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
         own = psutil.Process(driver.pid).children(recursive=True)
-        assert len(own) == 2, "the command and its child"
+        assert len(own) == 3, "the keeper, the command and its child"
         driver.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + LONG_S
     while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in own):
