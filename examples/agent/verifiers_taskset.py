@@ -71,7 +71,7 @@ class Player:
     def __init__(self, taskset: Any, harness: str, *, runtime: str, answers_fd: int) -> None:
         self._taskset, self._harness, self._runtime = taskset, harness, runtime
         self._answers_fd = answers_fd
-        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._playing: dict[str, asyncio.Future[dict[str, float]]] = {}
 
     async def serve(self, requests: Any) -> None:
         """Begin and stop episodes as the lines of a pipe say, until it ends."""
@@ -81,28 +81,28 @@ class Player:
         async with asyncio.TaskGroup() as tasks:
             while line := await reader.readline():
                 request = json.loads(line)
-                number = request["episode"]
-                if request.get("stop"):
-                    if number in self._playing:
-                        self._playing[number].cancel()
-                else:
-                    self._playing[number] = tasks.create_task(self._answer(request))
-                    await asyncio.sleep(0)  # one that has begun answers when it is stopped
+                if not request.get("stop"):
+                    tasks.create_task(self._answer(request))
+                    await asyncio.sleep(0)  # it has begun when it is stopped
+                elif request["episode"] in self._playing:
+                    self._playing[request["episode"]].cancel()
             for playing in self._playing.values():
                 playing.cancel()
 
     async def _answer(self, request: dict[str, Any]) -> None:
         """Play an episode, and write its reward and metrics, or why it failed."""
         number = request["episode"]
-        answer: dict[str, Any] = {"episode": number, "failure": "stopped"}
-        try:
-            returned = await self._play(request)
-            answer = {"episode": number, "returned": returned}
-        except Exception:  # an error of one task, which must not end the others
-            answer["failure"] = traceback.format_exc()
-        finally:
-            del self._playing[number]
-            write(self._answers_fd, b"\n" + json.dumps(answer).encode() + b"\n")
+        playing = self._playing[number] = asyncio.ensure_future(self._play(request))
+        await asyncio.wait((playing,))  # an error of one task does not end the others
+        del self._playing[number]
+        answer: dict[str, Any] = {"episode": number}
+        if playing.cancelled():
+            answer["failure"] = "stopped"
+        elif (error := playing.exception()) is not None:
+            answer["failure"] = "".join(traceback.format_exception(error))
+        else:
+            answer["returned"] = playing.result()
+        write(self._answers_fd, b"\n" + json.dumps(answer).encode() + b"\n")
 
     async def _play(self, request: dict[str, Any]) -> dict[str, float]:
         """Let the harness play a task; return its reward and metrics."""
