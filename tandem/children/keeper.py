@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 4, 36
@@ -25,7 +24,7 @@ _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """The signals that Python ignores, and that a new program would ignore, too."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run a command: the arguments are the descriptor of the pipe, and those of the command."""
     lifeline_fd, argv = int(arguments[0]), arguments[1:]
     os.set_inheritable(lifeline_fd, False)
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _start(argv: Sequence[str], libc: ctypes.CDLL) -> int:
+def _start(argv: list[str], libc: ctypes.CDLL) -> int:
     """Start the command; return its process."""
     parent = os.getpid()
     pid = os.fork()
