@@ -76,6 +76,8 @@ class _Process:
 
     def _take(self, line: bytes) -> None:
         """Take the answer for an episode; anything else is a print."""
+        if not line.startswith(b"{"):  # there may be very many
+            return
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
