@@ -70,11 +70,15 @@ def _read_entry(entry: Any) -> ProgramSpec | OpenEnvSpec:
     max_running = fields.get("max_running", 64)
     if not isinstance(reward, str) or reward not in _REWARDS:
         raise ValueError(f"reward={reward!r} is neither function nor agent")
-    if not isinstance(max_running, int) or max_running < 1:
+    if not _is_count(max_running):
         raise ValueError(f"max_running={max_running!r} is not a number above 0")
     common = {"gives_reward": _REWARDS[reward], "max_running": max_running}
     if kind == _COMMAND:
-        return ProgramSpec(fields["name"], argv=_read_argv(fields), **common)
+        num_processes = fields.get("processes", 0)
+        if "processes" in fields and not _is_count(num_processes):
+            raise ValueError(f"processes={num_processes!r} is not a number above 0")
+        argv = _read_argv(fields)
+        return ProgramSpec(fields["name"], argv=argv, num_processes=num_processes, **common)
     if kind == _OPENENV:
         return _read_openenv(fields, common)
     target = fields.get("_target_")
@@ -86,8 +90,12 @@ def _read_entry(entry: Any) -> ProgramSpec | OpenEnvSpec:
     return ProgramSpec(fields["name"], target=target, arguments=rest, **common)
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _read_argv(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    _require_known(fields, {"argv"})
+    _require_known(fields, {"argv", "processes"})
     argv = fields.get("argv")
     if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
         raise ValueError("argv is not a list of texts")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that are programs of the user: commands, and functions in the environment processes.
 
+A command plays one episode, or many of them (``shared_commands``).
+
 An agent gets a task and the endpoint, calls it as often as it wants, and ends. It may give a
 reward.
 """
@@ -9,33 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.agents.hosting import Play
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.setup import Access, ProgramSpec, Task
-from tandem.children.command import CommandEnd, run_command
+from tandem.agents.setup import Access, ProgramEnd, ProgramSpec, Task
+from tandem.agents.shared_commands import SharedCommand
+from tandem.children.command import run_command
 
 TASK_VARIABLE = "TANDEM_TASK"
 _MAX_VARIABLE_BYTES = 100_000
 """Linux takes 128 KiB for one variable; a longer task is on standard input only."""
 _LOOPBACK = "127.0.0.1,localhost,::1"
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramEnd:
-    """The end of an agent.
-
-    Attributes:
-        returned: the reward that it gave: a number, or a mapping with ``reward``; None for none.
-        failure: why it failed, in one line; "" if it did not.
-    """
-
-    returned: Any = None
-    failure: str = ""
 
 
 class Programs:
@@ -60,6 +49,13 @@ class Programs:
         self._environment = environment
         self._log = log
         self._has_logged = False
+        self._shared = {
+            name: SharedCommand(
+                spec, environment=without_proxy(environment), log=self._writer(name)
+            )
+            for name, spec in specs.items()
+            if spec.num_processes
+        }
         self._places = {name: asyncio.Semaphore(spec.max_running) for name, spec in specs.items()}
 
     def place(self, name: str) -> asyncio.Semaphore:
@@ -69,6 +65,8 @@ class Programs:
     async def run(self, name: str, task: Task, *, access: Access) -> ProgramEnd:
         """Run an agent to its end; if this is cancelled, stop it."""
         spec = self.specs[name]
+        if name in self._shared:
+            return await self._shared[name].play(described_task(task), access)
         if spec.argv:
             return await self._run_command(spec, task, access=access)
         fields = await self._pool.play(Play(name, task, access))
@@ -89,16 +87,26 @@ class Programs:
         except OSError as error:
             return ProgramEnd(failure=f"{spec.argv[0]} cannot be started: {error.strerror}")
         if end.exit_code:
-            self._write_log(spec, end)
+            self._writer(spec.name)(end.errors)
             return ProgramEnd(failure=end.describe())
         return ProgramEnd(_last_object(end.output))
 
-    def _write_log(self, spec: ProgramSpec, end: CommandEnd) -> None:
-        if self._has_logged:
-            return
-        self._has_logged = True
-        with self._log.open("a", errors="replace") as log:
-            log.write(f"The first command of {spec.name} that failed wrote:\n{end.errors}\n")
+    async def close(self) -> None:
+        """Kill the processes of commands that play many episodes; idempotent."""
+        for shared in self._shared.values():
+            await shared.close()
+
+    def _writer(self, name: str) -> Callable[[str], None]:
+        """Return what writes the errors of the first command that failed to the log."""
+
+        def write(errors: str) -> None:
+            if self._has_logged:
+                return
+            self._has_logged = True
+            with self._log.open("a", errors="replace") as log:
+                log.write(f"The first command of {name} that failed wrote:\n{errors}\n")
+
+        return write
 
 
 def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:

@@ -85,6 +85,8 @@ class ProgramSpec:
         arguments: the keyword arguments of the function beside task and endpoint.
         gives_reward: whether the agent gives the reward, instead of the reward function.
         max_running: the maximum number of its episodes at the same time.
+        num_processes: the number of processes of the command, each of which plays many episodes;
+            0: each episode has a process of its own.
     """
 
     name: str
@@ -93,6 +95,20 @@ class ProgramSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gives_reward: bool = False
     max_running: int = 64
+    num_processes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """The end of an agent.
+
+    Attributes:
+        returned: the reward that it gave: a number, or a mapping with ``reward``; None for none.
+        failure: why it failed, in one line; "" if it did not.
+    """
+
+    returned: Any = None
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,17 @@ class Dialogue:
             raise DialogueRefused("renders nothing between two turns")
         return ids[1:] if ids[0] == last_id else ids
 
+    def is_surely_longer(self, messages: Sequence[Message], num_tokens: int) -> bool:
+        """Return whether messages have more tokens than these; False if only encoding can tell.
+
+        Encoding takes seconds for a million characters, and a tool may return many more.
+        """
+        given = [one.get("content") for one in messages if one["role"] != "assistant"]
+        num_characters = sum(len(text) for text in given if isinstance(text, str))
+        # The vocabulary is not asked for its longest token as long as one of a character would fit.
+        is_long = num_characters > num_tokens
+        return is_long and num_characters > num_tokens * self._codec.longest_token
+
     def encode_whole(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a whole conversation, up to the beginning of the next turn.
 

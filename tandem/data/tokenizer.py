@@ -112,6 +112,11 @@ class TextCodec:
         decoder = self._decoder
         return ByteDecoder(decoder) if decoder and ByteDecoder.can_decode(decoder) else None
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token, which is no fewer than it stands for."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)

@@ -201,6 +201,7 @@ async def open_agents(
             endpoint = await stack.enter_async_context(opened)
             specs = {spec.name: spec for spec in setup.programs}
             made = Programs(specs, pool=pool, environment=pool.environment, log=log)
+            stack.push_async_callback(made.close)
             programs = HostedPrograms(made, endpoint)
         yield Conversing(
             codec=codec,

@@ -270,16 +270,21 @@ class _Episode:
         if ToolStatus.FAILED in observation.statuses:
             self.finish(EpisodeEnd.FAILED, observation.detail)
             return
+        most = self.conversing.max_prompt_tokens
+        key = "data.max_prompt_length"
+        if self._dialogue.is_surely_longer(observation.messages, most):
+            detail = f"the first observation has more than {most} tokens ({key})"
+            self.finish(EpisodeEnd.FAILED, detail)
+            return
         try:
             chat = [*self.task.messages, *observation.messages]
             ids = self._dialogue.encode_whole(chat)
         except DialogueRefused as error:
             self.finish(EpisodeEnd.FAILED, f"the chat template {error}")
             return
-        most = self.conversing.max_prompt_tokens
         if len(ids) > most:
             detail = f"the first observation makes a prompt of {len(ids)} tokens, more than {most}"
-            self.finish(EpisodeEnd.FAILED, f"{detail} (data.max_prompt_length)")
+            self.finish(EpisodeEnd.FAILED, f"{detail} ({key})")
             return
         self._request = replace(self._request, prompt_ids=tuple(ids))
         self._tree = SpanTree()
@@ -319,12 +324,16 @@ class _Episode:
         if observation.done or not observation.messages:
             self.finish(EpisodeEnd.DONE)
             return
+        left = self._request.sampling.max_new_tokens - self._num_response_tokens
+        if self._dialogue.is_surely_longer(observation.messages, left):
+            self.finish(EpisodeEnd.LENGTH)
+            return
         try:
             after, given = self._place(observation.messages)
         except DialogueRefused as error:
             self.finish(EpisodeEnd.FAILED, f"the chat template {error}")
             return
-        if self._num_response_tokens + len(given) >= self._request.sampling.max_new_tokens:
+        if len(given) >= left:
             self.finish(EpisodeEnd.LENGTH)
             return
         if after != self._tip:

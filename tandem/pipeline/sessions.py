@@ -25,8 +25,7 @@ from tandem.agents.chat import (
     drops_thought,
     same_message,
 )
-from tandem.agents.programs import ProgramEnd
-from tandem.agents.setup import Task
+from tandem.agents.setup import ProgramEnd, Task
 from tandem.data.call_formats import message_of_turn
 from tandem.data.dialogue import Dialogue, DialogueRefused
 from tandem.data.span_tree import ROOT, SpanTree
@@ -178,6 +177,7 @@ class ProgramSession:
         tools = json.dumps(chat.tools)
         try:
             dialogue = self._conversing.dialogue_with(chat.tools)
+            self._require_short(chat, dialogue)
             after, given, reason = self._place(chat, dialogue, tools=tools)
         except DialogueRefused as error:
             self.failure = self.failure or f"the chat template {error}"
@@ -208,6 +208,14 @@ class ProgramSession:
             self.limit = EpisodeEnd.TURNS
             rule = f"the episode has had its {most} turns (multi_turn.max_assistant_turns)"
             raise RequestRefused(rule, code="max_turns")
+
+    def _require_short(self, chat: ChatRequest, dialogue: Dialogue) -> None:
+        """Refuse a conversation that has no room, whatever its tokens are."""
+        most = self._conversing.max_prompt_tokens + self._request.sampling.max_new_tokens
+        if dialogue.is_surely_longer(chat.messages, most):
+            self.limit = EpisodeEnd.LENGTH
+            rule = f"the conversation has more than {most} tokens, and there is no room for a turn"
+            raise RequestRefused(rule, code="context_length_exceeded")
 
     def _begin(self, drawing: Drawing) -> None:
         if self.deadline is not None and not self._drawings:

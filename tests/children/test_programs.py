@@ -15,8 +15,8 @@ import pytest
 
 from tandem.agents.agent_files import read_agent_file
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.programs import ProgramEnd, Programs, without_proxy
-from tandem.agents.setup import Access, EnvironmentSetup, ProgramSpec, Task
+from tandem.agents.programs import Programs, without_proxy
+from tandem.agents.setup import Access, EnvironmentSetup, ProgramEnd, ProgramSpec, Task
 from tandem.errors import UserError
 
 ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")
@@ -182,6 +182,24 @@ print('{"reward": 1}')
     assert end is not None and end.returned == {"reward": 1}
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_child_in_a_session_of_its_own_is_killed_with_its_command(
+    folder: Path, ends: bool
+) -> None:
+    note = folder / f"pid-{ends}"
+    source = f"""
+import subprocess, sys, time
+source = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', " \\
+    "'import time; time.sleep(600)'], start_new_session=True).pid, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", source], stdout=-1, start_new_session=True)
+open({str(note)!r}, "w").write(f"{{child.pid}} {{int(child.stdout.readline())}}")
+{"sys.exit(3)" if ends else "time.sleep(600)"}
+"""
+    (end,) = run(folder, python(source), timeout_s=60.0 if ends else 5.0)
+    assert end == (ProgramEnd(failure="ended with exit code 3") if ends else None)
+    assert not any(map(psutil.pid_exists, map(int, note.read_text().split())))
+
+
 def function(name: str, **arguments: float) -> ProgramSpec:
     return ProgramSpec(name, target=f"made_agents.{name}", arguments=arguments)
 
@@ -233,6 +251,9 @@ FILES = [
     ("- {name: a, kind: command, argv: [ls], x: 1}", "entry 0: has an unknown field 'x'"),
     ("- {name: a, _target_: a.b, reward: mine}", "reward='mine' is neither function nor agent"),
     ("- {name: a, _target_: a.b, max_running: 0}", "max_running=0 is not a number above 0"),
+    ("- {name: a, _target_: a.b, max_running: yes}", "max_running=True is not a number above 0"),
+    ("- {name: a, kind: command, argv: [ls], processes: 0}", "processes=0 is not a number above 0"),
+    ("- {name: a, kind: command, argv: [ls], processes: x}", "processes='x' is not a number above"),
     ("- {name: a, _target_: a.b}\n- {name: a, _target_: a.b}", "entry 1: the name 'a' is taken"),
     ("- {name: a, kind: command, argv: [ls], 1: 2, x: 1}", "entry 0: has an unknown field 1"),
     ("- {name: a, kind: command, reward: [1]}", r"reward=\[1\] is neither function nor agent"),
@@ -257,11 +278,13 @@ def test_a_file_of_agents_is_read(tmp_path: Path) -> None:
     entries = [
         {"name": "mine", "_target_": "pkg.module.solve", "bonus": 2, "reward": "agent"},
         {"name": "other", "kind": "command", "argv": ["ls", "-l"], "max_running": 3},
+        {"name": "many", "kind": "command", "argv": ["ls"], "processes": 2},
     ]
     file.write_text(json.dumps(entries))
     assert read_agent_file(str(file)).programs == (
         ProgramSpec("mine", target="pkg.module.solve", arguments={"bonus": 2}, gives_reward=True),
         ProgramSpec("other", argv=("ls", "-l"), max_running=3),
+        ProgramSpec("many", argv=("ls",), num_processes=2),
     )
     with pytest.raises(UserError, match="no such file"):
         read_agent_file(str(tmp_path / "none.yaml"))

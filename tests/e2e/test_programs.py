@@ -53,6 +53,28 @@ with urllib.request.urlopen(request) as answer:
     print(json.load(answer)["choices"][0]["message"]["content"])
 print(json.dumps({"reward": 1.0}))
 """
+SHARED = """
+import json, os, sys, threading, urllib.request
+
+
+def play(line):
+    message = json.loads(line)
+    fields = {"messages": message["task"]["messages"], "max_tokens": 4}
+    request = urllib.request.Request(
+        message["base_url"] + "/chat/completions",
+        json.dumps(fields).encode(),
+        {"authorization": "Bearer " + message["api_key"]},
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert answer.status == 200
+    answer = json.dumps({"episode": message["episode"], "returned": 0.5})
+    os.write(1, f"\\n{answer}\\n".encode())
+
+
+open(sys.argv[1], "a").write("started\\n")
+for line in sys.stdin:
+    threading.Thread(target=play, args=(line,), daemon=True).start()
+"""
 
 MISBEHAVING = """
 import asyncio
@@ -158,6 +180,24 @@ def test_a_command_is_trained_and_scored_by_the_rule(
     train_on(configured(materials, tmp_path / "run", *keys, "trainer.total_training_steps=1"))
     row = metrics_of(tmp_path / "run")[1]
     assert (row["agent/end/done"], row["agent/failed"], row["critic/score/mean"]) == (1, 0, 0)
+
+
+def test_a_command_that_plays_all_episodes_of_a_run_is_started_once(
+    materials: Materials,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "shared.py").write_text(SHARED)
+    note = tmp_path / "note"
+    argv = [sys.executable, str(tmp_path / "shared.py"), str(note)]
+    entry = {"kind": "command", "argv": argv, "processes": 1, "reward": "agent"}
+    keys = agents_file(tmp_path, entry)
+    before = set(psutil.Process().children(recursive=True))
+    train_on(configured(materials, tmp_path / "run", *keys))
+    rows = metrics_of(tmp_path / "run")
+    assert [rows[step]["agent/failed"] for step in (1, 2)] == [0, 0]
+    assert {rows[step]["critic/score/mean"] for step in (1, 2)} == {0.5}
+    assert note.read_text() == "started\n"
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_run_whose_agents_all_fail_ends_with_the_cause(

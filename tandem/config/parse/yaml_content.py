@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
 from tandem.errors import UserError
@@ -34,6 +34,10 @@ def read_yaml(path: str, *, key: str | None = None, resolved: bool) -> Any:
         return OmegaConf.to_container(content, resolve=resolved)
     except FileNotFoundError as error:
         raise _refused(path, key, rule="no such file", remedy="Correct the path.") from error
+    except InterpolationResolutionError as error:
+        rule = f"has a ${{...}} without a value ({short_cause(error)})"
+        remedy = "Export the variable that it names, or correct the file."
+        raise _refused(path, key, rule=rule, remedy=remedy) from error
     except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
         # OmegaConf raises OSError without a number for a file that holds a single value.
         unread = error.strerror if isinstance(error, OSError) and error.errno else ""

@@ -17,6 +17,7 @@ BAD_FILES = {
     "tools: [{class_name: a.B, confg: {}}]": r"tools\[0\] has an unknown field 'confg'",
     "tools: [{class_name: a.B, 1: 2, zoo: 3}]": r"tools\[0\] has an unknown field 1\.",
     "tools: &a [*a]": "is not valid YAML .a value contains itself, or is nested too deeply",
+    "tools: [{class_name: '${oc.env:NO_VARIABLE}'}]": "without a value .*NO_VARIABLE.*Export",
     "tools: [{class_name: B}]": "is not package.module.Class",
     "tools: [{config: {type: mcp}}]": "has no mapping mcp with servers",
     "tools: [{class_name: a.B, config: {type: x}}]": "the type is 'x', with the fields class_name",

@@ -10,6 +10,7 @@ import asyncio
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def look(what: str) -> str:
         raise OSError("no connection")
     if what == "slow":
         time.sleep(60)
+    if what == "long":
+        return "x" * 20_000_000
     return "#### 42" if what == "answer" else what
 '''
 CALL = '<tool_call>\n{{"name": "look", "arguments": {{"what": "{}"}}}}\n</tool_call><|im_end|>'
@@ -225,6 +228,26 @@ def test_bounds_end_an_episode_which_is_scored(
     assert (trajectory.episode.end, len(trajectory.response_spans)) == (end, num_spans)
     assert outcome_of_end(trajectory) is None
     assert len(trajectory.response_ids) <= rollout.requests[0].sampling.max_new_tokens
+
+
+def test_a_result_without_room_ends_the_episode_before_it_is_encoded(
+    setup: EnvironmentSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding it would take a minute, in which no other episode went on."""
+    encode = TextCodec.encode
+    longest = 0
+
+    def note(codec: TextCodec, texts: Sequence[str]) -> Any:
+        nonlocal longest
+        longest = max(longest, *map(len, texts))
+        return encode(codec, texts)
+
+    monkeypatch.setattr(TextCodec, "encode", note)
+    wide = replace(setup, limits=ToolLimits(max_characters=1 << 30))
+    trajectory, _ = play(wide, CALL.format("long"), budget=500)
+    assert trajectory.episode is not None and trajectory.episode.end is EpisodeEnd.LENGTH
+    assert len(trajectory.response_spans) == 1 and outcome_of_end(trajectory) is None
+    assert longest < 10_000
 
 
 def test_m13_a_tool_that_fails_gives_no_reward(setup: EnvironmentSetup) -> None:

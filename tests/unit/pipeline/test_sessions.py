@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from tandem.agents.chat import ChatReply, ChatRequest, RequestRefused, read_chat_request
-from tandem.agents.programs import ProgramEnd
-from tandem.agents.setup import Access, ProgramSpec, Task
+from tandem.agents.setup import Access, ProgramEnd, ProgramSpec, Task
 from tandem.data.call_formats import CALL_FORMATS
 from tandem.data.routes import routes_of
 from tandem.data.span_tree import rows_of
@@ -458,6 +457,26 @@ def test_a_bound_is_told_to_the_agent_and_the_episode_is_scored(
     trajectory, rollout = play(program, "It is forty-two, I think.<|im_end|>", **limits)
     assert end_of(trajectory)[0] is end and outcome_of_end(trajectory) is None
     assert len(rollout.requests) == 1
+
+
+def test_a_conversation_without_room_is_refused_before_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Encoding blocks the run, and an agent may send tens of megabytes."""
+
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER])
+        with monkeypatch.context() as patch:
+            patch.setattr(TextCodec, "encode", note)
+            with pytest.raises(RequestRefused, match="more than 700 tokens") as caught:
+                await agent.ask([USER, said, {"role": "user", "content": "x" * 40_000_000}])
+        assert caught.value.code == "context_length_exceeded"
+
+    def note(codec: TextCodec, texts: Sequence[str]) -> Any:
+        raise AssertionError("it is encoded")
+
+    trajectory, _ = play(program, "a<|im_end|>", budget=100)
+    assert end_of(trajectory)[0] is EpisodeEnd.LENGTH and outcome_of_end(trajectory) is None
 
 
 def test_max_tokens_of_a_request_bounds_its_turn() -> None:
