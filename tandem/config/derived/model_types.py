@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from tandem.config.derived.model_values import MOST_PARTS
 from tandem.config.derived.vision import text_part
 from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
 from tandem.errors import UserError
@@ -98,6 +99,10 @@ _MAPPING = _Kind("a mapping", lambda x: isinstance(x, dict)).or_null
 _ROPE = _Kind("a mapping or null", lambda x: not x or isinstance(x, dict))
 _INTEGER = _Kind("an integer", _is_integer).or_null
 _SIZE = _Kind("a positive integer", lambda x: _is_integer(x) and x > 0)
+_PARTS = _Kind(
+    f"an integer from 1 to {MOST_PARTS}", lambda x: _is_integer(x) and 1 <= x <= MOST_PARTS
+)
+_FEW = _Kind(f"at most {MOST_PARTS}", lambda x: not _is_number(x) or x <= MOST_PARTS)
 _COUNT = _Kind("an integer of at least 0", lambda x: _is_integer(x) and x >= 0).or_null
 _INTEGERS = _Kind("a list of integers", lambda x: _is_list(x, _is_integer)).or_null
 _NUMBER = _Kind("a number", _is_number).or_null
@@ -113,6 +118,7 @@ _OF_ALL: Mapping[str, _Kind] = {
     "id2label": _MAPPING,
     "num_labels": _COUNT,
     "vocab_size": _INTEGER,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _FEW),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), _NUMBER),
     **dict.fromkeys(_ROPE_KEYS, _ROPE),
 }
@@ -121,7 +127,9 @@ _OF_ALL: Mapping[str, _Kind] = {
 _OF_SEEING: Mapping[str, _Kind] = dict.fromkeys(("text_config", "vision_config"), _MAPPING)
 
 _OF_DECODERS: Mapping[str, _Kind] = {
-    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads"), _SIZE),
+    "num_hidden_layers": _PARTS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _PARTS.or_null),
+    **dict.fromkeys(("hidden_size", "num_attention_heads"), _SIZE),
     **dict.fromkeys(("intermediate_size", "vocab_size", "max_position_embeddings"), _SIZE),
     **dict.fromkeys(("num_key_value_heads", "head_dim"), _SIZE.or_null),
     "original_max_position_embeddings": _SIZE.or_null,

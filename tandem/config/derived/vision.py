@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tandem.config.derived.model_values import MOST_PARTS
 from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
 
@@ -313,6 +314,8 @@ def _require_sizes(values: Mapping[str, Any]) -> None:
             if _are_blocks(value, values["depth"]):
                 continue
             rule = "must be indices of blocks, below depth"
+        elif key == "depth" and isinstance(value, int) and value > MOST_PARTS:
+            rule = f"must be at most {MOST_PARTS}"
         elif isinstance(value, int) and value > 0:
             continue
         else:

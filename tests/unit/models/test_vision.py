@@ -262,6 +262,7 @@ def test_sizes_and_names_of_a_tower_are_checked(tmp_path):
         "in_channels": (1, "must be 3"),
     }
     rules = [*broken.items(), ("deepstack_visual_indexes", (5, "must be indices of blocks"))]
+    rules.append(("depth", (10**9, "must be at most 10000")))
     for key, (value, rule) in rules:
         wrong = {**config, "vision_config": {**config["vision_config"], key: value}}
         with pytest.raises(UserError, match=f"config.json: vision_config.{key}=.*{rule}"):
