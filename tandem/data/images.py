@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import struct
 import warnings
 from collections.abc import Mapping, Sequence
@@ -158,9 +159,7 @@ class PictureSource:
         size = (self.columns * self.side, self.rows * self.side)
         try:
             with Image.open(_file_of(self.data)) as image:
-                turn = _TURNS.get(_orientation_of(image))
-                upright = _in_rgb(image) if turn is None else _in_rgb(image).transpose(turn)
-                pixels = np.asarray(upright.resize(size, Image.Resampling.BICUBIC))
+                pixels = np.asarray(_upright(image).resize(size, Image.Resampling.BICUBIC))
         except _UNREADABLE as error:
             raise UserError(
                 self.place,
@@ -340,7 +339,7 @@ def _data_of(picture: Any) -> bytes | Path:
     if isinstance(picture, Image.Image):
         _require_colours("", _mode_of(picture))
         stream = io.BytesIO()
-        _in_rgb(picture).save(stream, format="PNG")
+        _upright(picture).save(stream, format="PNG")
         return stream.getvalue()
     if isinstance(picture, Mapping):
         named = [picture[key] for key in ("bytes", "path", "image") if _present(picture.get(key))]
@@ -361,10 +360,10 @@ def _path_of(text: str) -> Path:
     if colon and scheme in ("data", "http", "https"):
         raise RowFault(f"has a picture that is a URL ({_shortened(text)}); {_FORMS}")
     try:
-        path = Path(text.removeprefix("file://")).expanduser()
+        path = Path(os.path.expanduser(text.removeprefix("file://")))
         if path.is_file():
             return path
-    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null character
+    except (OSError, ValueError):  # too long, or a null character
         pass
     raise RowFault(f"names a picture that is missing ({_shortened(text)})", "Correct the path.")
 
@@ -382,7 +381,7 @@ def _sides_of(data: bytes | Path, number: int) -> tuple[int, int]:
             with Image.open(_file_of(data)) as image:
                 width, height = image.size
                 kind, mode = image.format or "", _mode_of(image)
-                is_lying = _orientation_of(image) >= 5
+                is_lying = 5 <= _orientation_of(image) <= 8
     except UnidentifiedImageError as error:
         raise RowFault(f"has a picture (number {number}) that is no picture file") from error
     except Image.DecompressionBombError as error:  # Pillow does not say its size
@@ -431,6 +430,12 @@ def _cause(error: Exception) -> str:
 
 def _file_of(data: bytes | Path) -> io.BytesIO | Path:
     return io.BytesIO(data) if isinstance(data, bytes) else data
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return a picture in red, green and blue as its orientation says."""
+    turn = _TURNS.get(_orientation_of(image))  # before the pixels are read, as for its size
+    return _in_rgb(image) if turn is None else _in_rgb(image).transpose(turn)
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:

@@ -143,6 +143,10 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
     if latent is not None:
         head_dim, kv_heads = latent.head_dim, heads
+    if head_dim < 1:
+        rule = f"there are more heads than the {hidden} numbers of hidden_size"
+        remedy = "Use the config.json that belongs to the weights."
+        raise UserError("config.json: num_attention_heads", heads, rule=rule, remedy=remedy)
     rope = _rope_config(hf_config, head_dim, traits=traits)
     if rope is None:
         return None

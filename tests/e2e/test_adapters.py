@@ -26,7 +26,7 @@ LORA = (f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=16", "data.val_files=[]")
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1")
 ACTOR = "global_step_4/actor"
 ADAPTER = "adapter_model.safetensors"
-PROBS_DIFF = "training/rollout_probs_diff_max"
+LOGP_DIFF = "training/rollout_logp_diff_max"
 
 
 def train(material: Material, run: Path, *overrides: str) -> dict[int, dict[str, float]]:
@@ -108,7 +108,7 @@ def test_l6_generation_and_training_compute_the_same_policy(
     )
     half = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
     exact = train(material, tmp_path / "exact", *LORA, *steps)
-    assert max(row[PROBS_DIFF] for row in exact.values()) <= 1e-5
+    assert max(row[LOGP_DIFF] for row in exact.values()) <= 1e-5
     mean = "training/rollout_probs_diff_mean"
     adapted = train(material, tmp_path / "adapted", *LORA, *steps, half)
     full = train(material, tmp_path / "full", *steps, half)

@@ -127,12 +127,12 @@ _OF_ALL: Mapping[str, _Kind] = {
 _OF_SEEING: Mapping[str, _Kind] = dict.fromkeys(("text_config", "vision_config"), _MAPPING)
 
 _OF_DECODERS: Mapping[str, _Kind] = {
-    "num_hidden_layers": _PARTS,
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), _PARTS),
+    "num_key_value_heads": _PARTS.or_null,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _PARTS.or_null),
-    **dict.fromkeys(("hidden_size", "num_attention_heads"), _SIZE),
-    **dict.fromkeys(("intermediate_size", "vocab_size", "max_position_embeddings"), _SIZE),
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _SIZE.or_null),
-    "original_max_position_embeddings": _SIZE.or_null,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), _SIZE),
+    "max_position_embeddings": _SIZE,
+    **dict.fromkeys(("head_dim", "original_max_position_embeddings"), _SIZE.or_null),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq"), _SIZE),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), _COUNT),
     **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), _COUNT),

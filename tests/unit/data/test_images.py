@@ -231,12 +231,13 @@ def read_alone(picture: Any) -> np.ndarray:
 def test_pictures_are_turned_upright() -> None:
     """Both by the size in the header and by the pixels; a damaged orientation turns nothing."""
     upright = Image.open(io.BytesIO(png(40, 24)))
-    for orientation in range(1, 9):
+    for orientation in range(1, 10):
         note = Image.Exif()
         note[ExifTags.Base.Orientation] = orientation
         lying = Image.open(io.BytesIO(saved(upright, "PNG", exif=note)))
         wanted = np.asarray(ImageOps.exif_transpose(lying))
-        assert (wanted.shape == (40, 24, 3)) == (orientation >= 5)
+        assert (wanted.shape == (40, 24, 3)) == (5 <= orientation <= 8)
+        assert np.array_equal(read_alone(lying), wanted)
         for data in (
             saved(upright, "PNG", exif=note),
             saved(upright, "WEBP", exif=note, lossless=1),
