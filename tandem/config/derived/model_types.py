@@ -20,6 +20,8 @@ from tandem.errors import UserError
 
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 """The keys of the settings of rotary positions, the first one wins."""
+_MOST_NUMBERS = 10**9
+"""The largest width of a matrix. The bytes of larger ones do not fit an integer of torch."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -99,6 +101,10 @@ _MAPPING = _Kind("a mapping", lambda x: isinstance(x, dict)).or_null
 _ROPE = _Kind("a mapping or null", lambda x: not x or isinstance(x, dict))
 _INTEGER = _Kind("an integer", _is_integer).or_null
 _SIZE = _Kind("a positive integer", lambda x: _is_integer(x) and x > 0)
+_WIDTH = _Kind(
+    f"a positive integer, at most {_MOST_NUMBERS}",
+    lambda x: _is_integer(x) and 0 < x <= _MOST_NUMBERS,
+)
 _PARTS = _Kind(
     f"an integer from 1 to {MOST_PARTS}", lambda x: _is_integer(x) and 1 <= x <= MOST_PARTS
 )
@@ -130,7 +136,7 @@ _OF_DECODERS: Mapping[str, _Kind] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), _PARTS),
     "num_key_value_heads": _PARTS.or_null,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _PARTS.or_null),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), _SIZE),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), _WIDTH),
     "max_position_embeddings": _SIZE,
     **dict.fromkeys(("head_dim", "original_max_position_embeddings"), _SIZE.or_null),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq"), _SIZE),

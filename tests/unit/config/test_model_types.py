@@ -45,6 +45,7 @@ def test_what_models_have_is_accepted(values: dict[str, Any]) -> None:
             "num_attention_heads=0: must be an integer from 1 to 10000. Use",
         ),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 10000. Use"),
+        ({"vocab_size": 10**18}, "must be a positive integer, at most 1000000000. Use"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be an integer from 1 to 10000"),
         ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer=1000000000: must be at most 10000"),
         (
