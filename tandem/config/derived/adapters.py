@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.vision import TEXT_MODULES
@@ -245,7 +245,7 @@ def read_adapters(folder: Path, *, key: str, section: str) -> Adapters:
             remedy=f"Set {_DROPOUT} to 0 in a copy of the folder.",
         )
     rank, alpha = content.get("r"), content.get("lora_alpha")
-    if not (_is_positive(rank) and isinstance(rank, int) and _is_positive(alpha)):
+    if not _is_positive(rank) or not isinstance(rank, int) or not _is_positive(alpha):
         rule = f"{ADAPTER_CONFIG} must have r of 1 or more and a positive lora_alpha"
         raise _error(folder, f"{rule}, not r={rank} and lora_alpha={alpha}", key=key)
     has_root_scale = content.get("use_rslora")
@@ -293,20 +293,21 @@ def _read_description(folder: Path, *, key: str) -> dict[str, Any]:
     return content
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: Any) -> TypeGuard[int | float]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 < value < math.inf
 
 
 def _saved_rule(content: Mapping[str, Any], name: str, *, folder: Path, key: str) -> Rule:
     """Return a rule of PEFT's description; raise UserError if it is none."""
-    value = [] if content.get(name) is None else content[name]
-    is_list = isinstance(value, list) and all(isinstance(x, str) for x in cast(list[Any], value))
-    if not isinstance(value, str) and not is_list:
+    value: Any = content.get(name)
+    names = cast(list[Any], value if isinstance(value, list) else [])
+    is_list = value is None or isinstance(value, list)
+    if not isinstance(value, str) and not (is_list and all(isinstance(x, str) for x in names)):
         rule = f"{ADAPTER_CONFIG}: {name}={value}: must be an expression or a list of names"
         raise _error(folder, rule, key=key)
     try:
-        return _checked(value if isinstance(value, str) else tuple(value), key)
+        return _checked(value if isinstance(value, str) else tuple(names), key)
     except UserError as error:
         rule = f"{ADAPTER_CONFIG}: {name}={value}: is no regular expression"
         raise _error(folder, rule, key=key) from error
