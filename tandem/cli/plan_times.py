@@ -9,6 +9,7 @@ one for another machine.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,5 +84,5 @@ def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             raise UserError(
                 TIMES_OPTION, "", rule="must name a run folder or a table", remedy="Name one."
             )
-        paths.append(Path(value).expanduser())
+        paths.append(Path(os.path.expanduser(value)))
     return paths, others

@@ -7,6 +7,7 @@ The options of verl's script for the same purpose are accepted as well.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ DATA_SETS: Mapping[str, tuple[Callable[[str, str], list[Row]], str]] = {
 def run(arguments: Sequence[str]) -> int:
     """Write train.parquet and test.parquet; nothing is written unless both can be converted."""
     options = _parser().parse_args(arguments)
-    folder = Path(options.output or f"~/data/{options.name}").expanduser()
+    folder = Path(os.path.expanduser(options.output or f"~/data/{options.name}"))
     rows_of, default = DATA_SETS[options.name]
     rows = {split: rows_of(options.source or default, split) for split in SPLITS}
     for split in SPLITS:

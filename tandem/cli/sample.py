@@ -8,6 +8,7 @@ generates.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +137,7 @@ def _require_prompt(prompt: str) -> None:
 
 def _find(run: str, step: int | None) -> _Trained:
     """Return the newest model of a run, or a model that belongs to no run."""
-    folder = Path(run).expanduser()
+    folder = Path(os.path.expanduser(run))
     if step is None and (_is_model(folder) or _is_name(run, folder)):
         return _Trained(run)
     checkpoint = find_trained(folder, step)

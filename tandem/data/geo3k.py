@@ -7,6 +7,7 @@ huggingface.co/datasets/hiyouga/geometry3k. Problems hold the marks of their pic
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def geo3k_rows(source: str, split: str) -> list[Row]:
     Raises:
         UserError: the split cannot be read, or an example is not Geometry3K's.
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     examples: Iterable[Mapping[str, Any]]
     if folder.is_dir():
         files = sorted(folder.glob(f"data/{split}-*.parquet"))

@@ -6,6 +6,7 @@ The files are train.jsonl and test.jsonl, as in github.com/openai/grade-school-m
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ def gsm8k_rows(source: str, split: str) -> list[Row]:
     Raises:
         UserError: the split cannot be read, or an example is not GSM8K's.
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     is_jsonl = any((folder / f"{name}.jsonl").is_file() for name in SPLITS)
     remedy = f"Give {KEY} FOLDER with train.jsonl and test.jsonl."
     examples = (

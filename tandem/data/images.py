@@ -3,7 +3,8 @@
 
 A mark ``<image>`` in the text of a prompt stands for a picture. The size in tokens follows from the
 header of the file, so that prompts are measured before any picture is decoded. Resizing equals that
-of transformers' processors on Pillow (bicubic). There are no videos.
+of transformers' processors on Pillow (bicubic). A picture is turned upright if its header says how
+(EXIF). There are no videos: of an animated picture, the first one is read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
+import struct
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from tandem.data.files import Row, RowFault
 from tandem.errors import UserError
@@ -31,6 +34,21 @@ MAX_SOURCE_PIXELS = 1 << 26
 """The most pixels of a picture before it is resized: decoding takes three bytes each."""
 _UNREADABLE = (OSError, ValueError, SyntaxError)
 """The errors of Pillow for a picture that is damaged."""
+_DRAWINGS = ("EPS", "WMF")
+"""Pillow's names of formats without pixels; to draw them, it starts other programs."""
+_UNSCALED = ("I", "F")
+"""Pillow's modes of numbers whose range is not known."""
+_TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""The way to turn a picture upright, by its orientation in EXIF; 5 and more exchange its sides."""
 _MAX_ASPECT = 200
 _OTHER_MEDIA = ("videos", "audios")
 _FORMS = "a picture is bytes, a path, or a mapping with one of them under bytes, path or image"
@@ -141,7 +159,7 @@ class PictureSource:
         size = (self.columns * self.side, self.rows * self.side)
         try:
             with Image.open(_file_of(self.data)) as image:
-                pixels = np.asarray(_in_rgb(image).resize(size, Image.Resampling.BICUBIC))
+                pixels = np.asarray(_upright(image).resize(size, Image.Resampling.BICUBIC))
         except _UNREADABLE as error:
             raise UserError(
                 self.place,
@@ -180,7 +198,8 @@ def find_pictures(row: Row, prompt: Any, *, rule: PictureRule) -> list[bytes | P
     found = [] if not _present(column) else list(_listed(column))
     if rule.max_pictures is not None and len(found) > rule.max_pictures:
         limit = f"actor_rollout_ref.rollout.limit_images={rule.max_pictures}"
-        raise RowFault(f"has {len(found)} pictures, more than {limit}", "Raise it or remove rows.")
+        fault = f"has {_counted(len(found), 'picture')}, more than {limit}"
+        raise RowFault(fault, "Raise it or remove rows.")
     marks = _count_marks(prompt)
     if marks != len(found):
         texts = (f"{_counted(marks, 'mark')} {MARK}", _counted(len(found), "picture"))
@@ -318,8 +337,9 @@ def _joined(content: Any, text: str) -> Any:
 def _data_of(picture: Any) -> bytes | Path:
     """Return the bytes or the path of a picture in any of its forms."""
     if isinstance(picture, Image.Image):
+        _require_colours("", _mode_of(picture))
         stream = io.BytesIO()
-        picture.convert("RGB").save(stream, format="PNG")
+        _upright(picture).save(stream, format="PNG")
         return stream.getvalue()
     if isinstance(picture, Mapping):
         named = [picture[key] for key in ("bytes", "path", "image") if _present(picture.get(key))]
@@ -340,10 +360,10 @@ def _path_of(text: str) -> Path:
     if colon and scheme in ("data", "http", "https"):
         raise RowFault(f"has a picture that is a URL ({_shortened(text)}); {_FORMS}")
     try:
-        path = Path(text.removeprefix("file://")).expanduser()
+        path = Path(os.path.expanduser(text.removeprefix("file://")))
         if path.is_file():
             return path
-    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null character
+    except (OSError, ValueError):  # too long, or a null character
         pass
     raise RowFault(f"names a picture that is missing ({_shortened(text)})", "Correct the path.")
 
@@ -353,13 +373,15 @@ def _shortened(text: str) -> str:
 
 
 def _sides_of(data: bytes | Path, number: int) -> tuple[int, int]:
-    """Return width and height in pixels, from the header."""
+    """Return width and height in pixels of a picture that is upright, from the header."""
     try:
         # This changes the warnings of all threads; pictures are measured before others read any.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(_file_of(data)) as image:
                 width, height = image.size
+                kind, mode = image.format or "", _mode_of(image)
+                is_lying = 5 <= _orientation_of(image) <= 8
     except UnidentifiedImageError as error:
         raise RowFault(f"has a picture (number {number}) that is no picture file") from error
     except Image.DecompressionBombError as error:  # Pillow does not say its size
@@ -373,7 +395,33 @@ def _sides_of(data: bytes | Path, number: int) -> tuple[int, int]:
             f"has a picture of {width} x {height} pixels, more than {MAX_SOURCE_PIXELS}",
             "Store a smaller one.",
         )
-    return width, height
+    _require_colours(kind, mode)
+    return (height, width) if is_lying else (width, height)
+
+
+def _require_colours(kind: str, mode: str) -> None:
+    """Raise RowFault if a picture of a format and a mode of Pillow has no colours to be read."""
+    if kind in _DRAWINGS or mode in _UNSCALED:
+        drawing = f"is a drawing ({kind})"
+        fault = drawing if kind in _DRAWINGS else f"has numbers of an unknown range (mode {mode})"
+        remedy = "Store it as PNG or JPEG with eight bits a colour."
+        raise RowFault(f"has a picture that {fault}", remedy)
+
+
+def _orientation_of(image: Image.Image) -> int:
+    """Return the orientation in EXIF in front of the pixels; 1 without it, or if it is damaged."""
+    if "exif" not in image.info:
+        return 1
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except (*_UNREADABLE, TypeError, struct.error):
+        return 1
+
+
+def _mode_of(image: Image.Image) -> str:
+    """Return Pillow's mode; gray in sixteen bits has others in older versions."""
+    is_deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    return "I;16" if is_deep else image.mode
 
 
 def _cause(error: Exception) -> str:
@@ -384,11 +432,19 @@ def _file_of(data: bytes | Path) -> io.BytesIO | Path:
     return io.BytesIO(data) if isinstance(data, bytes) else data
 
 
+def _upright(image: Image.Image) -> Image.Image:
+    """Return a picture in red, green and blue as its orientation says."""
+    turn = _TURNS.get(_orientation_of(image))  # before the pixels are read, as for its size
+    return _in_rgb(image) if turn is None else _in_rgb(image).transpose(turn)
+
+
 def _in_rgb(image: Image.Image) -> Image.Image:
     """Return a picture in red, green and blue; transparent parts become white."""
     if image.mode == "RGB":
         return image
-    if image.mode in ("RGBA", "LA") or "transparency" in image.info:
+    if _mode_of(image) == "I;16":  # Pillow would cut numbers above 255
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
         layers = image.convert("RGBA")
         white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, layers).convert("RGB")

@@ -332,7 +332,7 @@ def _read_template(value: str) -> str:
     if not value.endswith(_TEMPLATE_SUFFIX):
         return value
     try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(value)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(
             "custom_chat_template",

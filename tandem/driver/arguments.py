@@ -6,9 +6,9 @@ Later code compares the names of platforms' records. Nothing here imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.config.check.platform_rules import known_platforms, placement_errors
@@ -67,7 +67,7 @@ def refusals(config: RunConfig | SftConfig) -> Iterator[UserError]:
 def _validated(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
     """Return ``loaded`` without the default validation file if that does not exist."""
     data = loaded.config.data
-    missing = [name for name in data.val_files if not Path(name).expanduser().exists()]
+    missing = [name for name in data.val_files if not os.path.exists(os.path.expanduser(name))]
     if "data.val_files" in loaded.set_keys or not missing:
         return loaded
     changes = {"data": data.model_copy(update={"val_files": ()})}

@@ -96,6 +96,6 @@ class Run:
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
     """Return the handle of a run, finished or not. Raise UserError if the folder has none."""
-    run = Run(Path(folder).expanduser())
+    run = Run(Path(os.path.expanduser(folder)))
     read_run(run.folder)
     return run

@@ -132,7 +132,7 @@ def claim_folder(
     """
     named = given.get(_FOLDER) if folder is None else folder
     if named is not None:
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     stem = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         path = _OUTPUTS / (stem if number == 1 else f"{stem}-{number}")
@@ -159,7 +159,7 @@ def _merged(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -
             rule="another argument sets this key too",
             remedy="Leave one of them out.",
         )
-    if Path(given.get(_FOLDER, folder)).expanduser() != folder:
+    if Path(os.path.expanduser(given.get(_FOLDER, folder))) != folder:
         raise UserError(
             _FOLDER, given[_FOLDER], rule="folder names another one", remedy="Leave one out."
         )

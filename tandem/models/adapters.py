@@ -48,6 +48,8 @@ from tandem.types import HeldSlice
 BASE_FILE = "tandem_base.json"
 """The file that names the base model of an adapter in a checkpoint."""
 _PREFIX = "base_model.model."
+_KINDS = ("F32", "BF16", "F16", "F64")
+"""The types of tensors that peft saves, by the names of safetensors."""
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 """The number of pieces of a file that its hash reads, and their size."""
 
@@ -119,17 +121,22 @@ def check_adapter(config: DecoderConfig, folder: Path, *, key: str) -> None:
     """Compare names and shapes of an adapter's tensors with the decoder's; read no values.
 
     Raises:
-        UserError: a tensor is missing or unexpected, or has another shape.
+        UserError: a tensor is missing or unexpected, or has another shape or type.
     """
     shapes = parameter_shapes(config)
     expected = {x.name: [x.rows, shapes[x.parameter][1]] for x in adapter_tensors(config)}
     with _opened(folder, key=key) as tensors:
-        found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        found = {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
     for name, shape in expected.items():
         if name not in found:
             raise _other_base(folder, f"tensor {name!r} is missing", key=key)
-        if found[name] != shape:
-            rule = f"tensor {name!r} has shape {found[name]}, not {shape}"
+        own_shape, kind = found[name]
+        if own_shape != shape:
+            rule = f"tensor {name!r} has shape {own_shape}, not {shape}"
+            raise _other_base(folder, rule, key=key)
+        if kind not in _KINDS:
+            rule = f"tensor {name!r} is of type {kind}, not one of {', '.join(_KINDS)}"
             raise _other_base(folder, rule, key=key)
     for name in found:
         if name not in expected:

@@ -16,7 +16,7 @@ from typing import Any
 from tandem.config.derived.experts import experts_of
 from tandem.config.derived.latent import latent_of
 from tandem.config.derived.model_types import rope_kind, rope_settings
-from tandem.config.derived.model_values import require_size
+from tandem.config.derived.model_values import MOST_PARTS, require_size
 from tandem.config.derived.vision import (
     VISION_FAMILIES,
     VisionFamily,
@@ -143,6 +143,10 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
     if latent is not None:
         head_dim, kv_heads = latent.head_dim, heads
+    if not 1 <= head_dim <= MOST_PARTS:
+        rule = f"a head has {head_dim} numbers, and must have 1 to {MOST_PARTS}"
+        remedy = "Use the config.json that belongs to the weights."
+        raise UserError("config.json: hidden_size", hidden, rule=rule, remedy=remedy)
     rope = _rope_config(hf_config, head_dim, traits=traits)
     if rope is None:
         return None

@@ -438,7 +438,7 @@ def resolve_folder(path: str, *, key: str = KEY, fetches_weights: bool = True) -
             reached.
     """
     if is_local(path):
-        return Path(path).expanduser()
+        return Path(os.path.expanduser(path))
     # Most folders are local, and the client of the hub takes a while to load.
     from tandem.models.hub import cached_snapshot, download
 

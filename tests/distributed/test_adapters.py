@@ -218,6 +218,39 @@ def _check_checkpoint(case: Case, ranks: Sequence[Outcome], folder: Path) -> Non
     assert all(torch.equal(trained[name], weights[name]) for name in weights)
 
 
+def test_l9_one_device_continues_what_two_ranks_began(cases: list[Case], tmp_path: Path) -> None:
+    """L9: weights and moments of the optimizer are those of the ranks, bit for bit."""
+    case = replace(cases[1], config={})
+    ranks = run_ranks(_begin, 2, case, tmp_path)
+    begun = assembled(part for rank in ranks for part in rank.parts)
+    ways: list[dict[str, Tensor]] = []
+    for number in range(2):
+        engine, weights = open_single(case)
+        engine.load(tmp_path)
+        assert all(torch.equal(begun[name], weights[name]) for name in begun)
+        if number:  # through a checkpoint of this device
+            (tmp_path / "again").mkdir()
+            engine.save(tmp_path / "again")
+            engine, weights = open_single(case)
+            engine.load(tmp_path / "again")
+        train_single(engine, case, num_steps=2)
+        ways.append(weights)
+    assert all(torch.equal(ways[0][name], ways[1][name]) for name in begun)
+    engine, weights = open_single(case)
+    train_single(engine, case, num_steps=3)
+    for name, expected in weights.items():
+        assert float((ways[0][name] - expected).abs().max()) < 1e-5, name
+
+
+def _begin(rank: int, size: int, store_port: int, case: Case, folder: Path) -> Outcome:
+    """Train one step and save it."""
+    engine = open_engine(case, rank=rank, size=size)
+    batches, num_rounds = deal(case, engine, rank=rank, size=size)
+    outcome = train_rank(engine, batches, num_rounds=num_rounds, num_steps=1)
+    engine.save(folder)
+    return outcome
+
+
 def _continue(
     rank: int, size: int, store_port: int, case: Case, folder: Path
 ) -> tuple[Outcome, Outcome]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.models.adapters import BASE_FILE
+from tests.fakes import learnable
 from tests.fakes.commands import check_refusal, run_command
 from tests.fakes.tiny_run import (
     Material,
@@ -24,9 +25,10 @@ from tests.fakes.tiny_run import (
 MODEL = "actor_rollout_ref.model"
 LORA = (f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=16", "data.val_files=[]")
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1")
+LEARNABLE = Path(learnable.__file__)
 ACTOR = "global_step_4/actor"
 ADAPTER = "adapter_model.safetensors"
-PROBS_DIFF = "training/rollout_probs_diff_max"
+LOGP_DIFF = "training/rollout_logp_diff_max"
 
 
 def train(material: Material, run: Path, *overrides: str) -> dict[int, dict[str, float]]:
@@ -108,7 +110,7 @@ def test_l6_generation_and_training_compute_the_same_policy(
     )
     half = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
     exact = train(material, tmp_path / "exact", *LORA, *steps)
-    assert max(row[PROBS_DIFF] for row in exact.values()) <= 1e-5
+    assert max(row[LOGP_DIFF] for row in exact.values()) <= 1e-5
     mean = "training/rollout_probs_diff_mean"
     adapted = train(material, tmp_path / "adapted", *LORA, *steps, half)
     full = train(material, tmp_path / "full", *steps, half)
@@ -135,6 +137,24 @@ def test_ppo_and_dapo_train_adapters(
     train(material, tmp_path / "run", *LORA, *keys, *steps)
     tensors = load_file(tmp_path / "run/global_step_2/actor" / ADAPTER)
     assert any(x.any() for name, x in tensors.items() if "lora_B" in name)
+
+
+def test_l11_reward_teaches_adapters_alone(material: Material, tmp_path: Path) -> None:
+    """L11: a short form. The best answer is a row of sevens; the checkpoint has no base."""
+    keys = (
+        f"{MODEL}.lora_rank=8",
+        f"{MODEL}.lora_alpha=32",
+        f"custom_reward_function.path={LEARNABLE}",
+        "custom_reward_function.name=sevens",
+        "trainer.total_training_steps=40",
+        "trainer.test_freq=40",
+        "trainer.val_before_train=True",
+    )
+    rows = train(material, tmp_path / "run", *keys)
+    (name,) = (name for name in rows[0] if name.startswith("val-core/"))
+    assert rows[0][name] < 0.2 and rows[40][name] >= 0.9, rows[40]
+    files = {file.name for file in (tmp_path / "run/global_step_40/actor").iterdir()}
+    assert ADAPTER in files and "model.safetensors" not in files
 
 
 def test_supervised_fine_tuning_lowers_the_loss(material: Material, tmp_path: Path) -> None:

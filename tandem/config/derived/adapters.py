@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.vision import TEXT_MODULES
@@ -115,12 +115,9 @@ class Adapters:
         self._require_known(names)
         found = tuple(name for name in names if self.includes(name))
         if not found:
-            raise UserError(
-                f"{self.section}.target_modules",
-                _shown(self.targets),
-                rule=f"no linear map of the model's {num_layers} layers matches it and not "
-                f"exclude_modules={_shown(self.excludes)}",
-                remedy=f"Name some of {', '.join(_suffixes())}, or set {ALL_LINEAR}.",
+            rule = f"no linear map of the model's {num_layers} layers matches it and not "
+            raise self._unmatched(
+                _shown(self.targets), f"{rule}exclude_modules={_shown(self.excludes)}"
             )
         return found
 
@@ -163,13 +160,20 @@ class Adapters:
         """Raise UserError for an entry of ``targets`` that is the name of no module."""
         for entry in () if isinstance(self.targets, str) else self.targets:
             if not any(_matches((entry,), name) for name in names):
-                raise UserError(
-                    f"{self.section}.target_modules",
-                    entry,
-                    rule="no linear map of the layers has this name (embedding and head are not "
-                    "adapted)",
-                    remedy=f"Name some of {', '.join(_suffixes())}, or set {ALL_LINEAR}.",
-                )
+                rule = "no linear map of the layers has this name"
+                raise self._unmatched(entry, f"{rule} (embedding and head are not adapted)")
+
+    def _unmatched(self, targets: str, rule: str) -> UserError:
+        """Return the error about targets that the model does not have."""
+        if self.folder is None:
+            remedy = f"Name some of {', '.join(_suffixes())}, or set {ALL_LINEAR}."
+            return UserError(f"{self.section}.target_modules", targets, rule=rule, remedy=remedy)
+        return _error(
+            self.folder,
+            f"{ADAPTER_CONFIG}: target_modules={targets}: {rule}",
+            key=f"{self.section}.lora_adapter_path",
+            remedy="Use an adapter of this model.",
+        )
 
 
 def adapters_of(model: ModelConfig, *, section: str) -> Adapters | None:
@@ -241,16 +245,19 @@ def read_adapters(folder: Path, *, key: str, section: str) -> Adapters:
             remedy=f"Set {_DROPOUT} to 0 in a copy of the folder.",
         )
     rank, alpha = content.get("r"), content.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+    if not _is_positive(rank) or not isinstance(rank, int) or not _is_positive(alpha):
         rule = f"{ADAPTER_CONFIG} must have r of 1 or more and a positive lora_alpha"
         raise _error(folder, f"{rule}, not r={rank} and lora_alpha={alpha}", key=key)
-    targets = content.get("target_modules")
+    has_root_scale = content.get("use_rslora")
+    if has_root_scale not in (True, False, None):
+        rule = f"{ADAPTER_CONFIG}: use_rslora={has_root_scale}: must be true or false"
+        raise _error(folder, rule, key=key)
     return Adapters(
         rank,
         float(alpha),
-        has_root_scale=bool(content.get("use_rslora")),
-        targets=_checked(targets if isinstance(targets, str) else tuple(targets or ()), key),
-        excludes=_checked(_rule(content.get("exclude_modules")), key),
+        has_root_scale=bool(has_root_scale),
+        targets=_saved_rule(content, "target_modules", folder=folder, key=key),
+        excludes=_saved_rule(content, "exclude_modules", folder=folder, key=key),
         folder=folder,
         section=section,
     )
@@ -286,8 +293,24 @@ def _read_description(folder: Path, *, key: str) -> dict[str, Any]:
     return content
 
 
-def _rule(value: Any) -> Rule:
-    return value if isinstance(value, str) else tuple(value or ())
+def _is_positive(value: Any) -> TypeGuard[int | float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
+
+
+def _saved_rule(content: Mapping[str, Any], name: str, *, folder: Path, key: str) -> Rule:
+    """Return a rule of PEFT's description; raise UserError if it is none."""
+    value: Any = content.get(name)
+    names = cast(list[Any], value if isinstance(value, list) else [])
+    is_list = value is None or isinstance(value, list)
+    if not isinstance(value, str) and not (is_list and all(isinstance(x, str) for x in names)):
+        rule = f"{ADAPTER_CONFIG}: {name}={value}: must be an expression or a list of names"
+        raise _error(folder, rule, key=key)
+    try:
+        return _checked(value if isinstance(value, str) else tuple(names), key)
+    except UserError as error:
+        rule = f"{ADAPTER_CONFIG}: {name}={value}: is no regular expression"
+        raise _error(folder, rule, key=key) from error
 
 
 def _checked(rule: Rule, key: str) -> Rule:

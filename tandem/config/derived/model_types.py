@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from tandem.config.derived.model_values import MOST_PARTS
 from tandem.config.derived.vision import text_part
 from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
 from tandem.errors import UserError
 
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 """The keys of the settings of rotary positions, the first one wins."""
+_MOST_NUMBERS = 10**9
+"""The largest width of a matrix. The bytes of larger ones do not fit an integer of torch."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -98,6 +101,14 @@ _MAPPING = _Kind("a mapping", lambda x: isinstance(x, dict)).or_null
 _ROPE = _Kind("a mapping or null", lambda x: not x or isinstance(x, dict))
 _INTEGER = _Kind("an integer", _is_integer).or_null
 _SIZE = _Kind("a positive integer", lambda x: _is_integer(x) and x > 0)
+_WIDTH = _Kind(
+    f"a positive integer, at most {_MOST_NUMBERS}",
+    lambda x: _is_integer(x) and 0 < x <= _MOST_NUMBERS,
+)
+_PARTS = _Kind(
+    f"an integer from 1 to {MOST_PARTS}", lambda x: _is_integer(x) and 1 <= x <= MOST_PARTS
+)
+_FEW = _Kind(f"at most {MOST_PARTS}", lambda x: not _is_number(x) or x <= MOST_PARTS)
 _COUNT = _Kind("an integer of at least 0", lambda x: _is_integer(x) and x >= 0).or_null
 _INTEGERS = _Kind("a list of integers", lambda x: _is_list(x, _is_integer)).or_null
 _NUMBER = _Kind("a number", _is_number).or_null
@@ -113,6 +124,7 @@ _OF_ALL: Mapping[str, _Kind] = {
     "id2label": _MAPPING,
     "num_labels": _COUNT,
     "vocab_size": _INTEGER,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _FEW),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), _NUMBER),
     **dict.fromkeys(_ROPE_KEYS, _ROPE),
 }
@@ -121,10 +133,12 @@ _OF_ALL: Mapping[str, _Kind] = {
 _OF_SEEING: Mapping[str, _Kind] = dict.fromkeys(("text_config", "vision_config"), _MAPPING)
 
 _OF_DECODERS: Mapping[str, _Kind] = {
-    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads"), _SIZE),
-    **dict.fromkeys(("intermediate_size", "vocab_size", "max_position_embeddings"), _SIZE),
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _SIZE.or_null),
-    "original_max_position_embeddings": _SIZE.or_null,
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), _PARTS),
+    "num_key_value_heads": _PARTS.or_null,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _PARTS.or_null),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), _WIDTH),
+    "max_position_embeddings": _SIZE,
+    **dict.fromkeys(("head_dim", "original_max_position_embeddings"), _SIZE.or_null),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq"), _SIZE),
     **dict.fromkeys(("n_group", "topk_group"), _SIZE.or_null),
     **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "max_window_layers"), _COUNT),

@@ -8,6 +8,11 @@ from typing import Any
 
 from tandem.errors import UserError
 
+MOST_PARTS = 10_000
+"""The most layers of a model, heads and experts of a layer, and numbers of a head. They are gone
+through one by one, so that a number which is an error would take all the time and memory there is.
+"""
+
 
 def require_size(hf_config: Mapping[str, Any], name: str) -> int:
     """Return the value of a key.

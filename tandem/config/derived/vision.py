@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tandem.config.derived.model_values import MOST_PARTS
 from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
+_WIDE = ("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings")
+_MOST_NUMBERS = 10**7
+"""The bound of these sizes of a tower. The bound of the others is ``MOST_PARTS``."""
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -313,10 +317,11 @@ def _require_sizes(values: Mapping[str, Any]) -> None:
             if _are_blocks(value, values["depth"]):
                 continue
             rule = "must be indices of blocks, below depth"
-        elif isinstance(value, int) and value > 0:
-            continue
         else:
-            rule = "must be a positive integer"
+            most = _MOST_NUMBERS if key in _WIDE else MOST_PARTS
+            if isinstance(value, int) and 0 < value <= most:
+                continue
+            rule = f"must be a positive integer, at most {most}"
         raise _error(key, value, rule=rule)
     if values["hidden_size"] % (4 * values["num_heads"]):
         rule = f"must be a multiple of four times num_heads ({values['num_heads']})"

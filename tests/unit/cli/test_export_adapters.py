@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -43,6 +44,18 @@ def _save_run(folder: Path, model: NativeModel) -> None:
 
 def test_l3_export_equals_merge_and_unload(trained: Path) -> None:
     """L3: in fp32, and transformers loads the exported folder."""
+    _check_export(trained)
+
+
+def test_l3_also_with_rslora_a_tied_head_and_some_modules(tmp_path: Path) -> None:
+    """L3: the scale is alpha / sqrt(r), which is not exact in binary."""
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "base")
+    adapters = replace(ALL, rank=6, has_root_scale=True, targets=("q_proj", "v_proj", "down_proj"))
+    _save_run(tmp_path, open_adapted(tmp_path / "base", adapters))
+    _check_export(tmp_path)
+
+
+def _check_export(trained: Path) -> None:
     assert export.run([str(trained / "run"), "--output", str(trained / "out")]) == 0
     base = AutoModelForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
     wanted = peft.PeftModel.from_pretrained(base, trained / ACTOR).merge_and_unload().state_dict()

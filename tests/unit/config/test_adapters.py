@@ -124,7 +124,20 @@ def test_a_saved_adapter_decides_alone(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type=IA3: only LORA is built"),
         ({"r": 0}, "must have r of 1 or more"),
         ({"lora_alpha": 0}, "must have r of 1 or more and a positive lora_alpha"),
-        ({"target_modules": "(q_proj"}, "is no regular expression"),
+        ({"r": True}, "must have r of 1 or more"),
+        ({"r": -8}, "must have r of 1 or more"),
+        ({"lora_alpha": float("nan")}, "must have r of 1 or more and a positive lora_alpha"),
+        ({"lora_alpha": float("inf")}, "must have r of 1 or more and a positive lora_alpha"),
+        ({"use_rslora": "false"}, "use_rslora=false: must be true or false"),
+        ({"target_modules": "(q_proj"}, r"target_modules=\(q_proj: is no regular expression"),
+        ({"target_modules": 5}, "target_modules=5: must be an expression or a list of names"),
+        ({"target_modules": ["q_proj", 5]}, "must be an expression or a list of names"),
+        ({"exclude_modules": {"q_proj": 1}}, "exclude_modules=.*must be an expression or a list"),
+        ({"target_modules": None}, f"lora_adapter_path=.*{ADAPTER_CONFIG}: .*no linear map"),
+        (
+            {"target_modules": ["q_proj", "w"]},
+            f"lora_adapter_path=.*{ADAPTER_CONFIG}: target_modules=w: no linear map .* Use an",
+        ),
         ({"r": 4}, f"{RANK}: the adapter in .* has rank 4. Leave .* out, or set it to 4."),
     ],
 )
@@ -166,6 +179,8 @@ def test_a_folder_that_is_missing_or_no_adapter_is_named(tmp_path: Path) -> None
         ("target_modules='.*visual.*'", "no linear map of the model's 2 layers matches it"),
         ("exclude_modules='.*'", "matches it and not exclude_modules="),
         ("target_modules='(q'", "is no regular expression"),
+        ("target_modules=[]", "no linear map of the model's 2 layers matches it"),
+        ("target_modules=[all-linear,w]", "target_modules='all-linear': no linear map"),
     ],
 )
 def test_l13_rules_that_match_nothing_are_refused(argument: str, message: str) -> None:

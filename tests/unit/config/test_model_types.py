@@ -40,8 +40,22 @@ def test_what_models_have_is_accepted(values: dict[str, Any]) -> None:
     [
         ({"model_type": ["qwen2"]}, "config.json: model_type=[qwen2]: must be text or null. Use"),
         ({"architectures": "Qwen2ForCausalLM"}, "architectures='Qwen2ForCausalLM': must be a list"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0: must be a positive integer. Use the"),
-        ({"num_key_value_heads": -1}, "num_key_value_heads=-1: must be a positive integer or null"),
+        (
+            {"num_attention_heads": 0},
+            "num_attention_heads=0: must be an integer from 1 to 10000. Use",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 10000. Use"),
+        ({"vocab_size": 10**18}, "must be a positive integer, at most 1000000000. Use"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be an integer from 1 to 10000"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer=1000000000: must be at most 10000"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 10**9},
+            "num_experts=1000000000: must be an integer from 1 to 10000 or null",
+        ),
+        (
+            {"num_key_value_heads": -1},
+            "num_key_value_heads=-1: must be an integer from 1 to 10000 or",
+        ),
         ({"head_dim": "x"}, "head_dim='x': must be a positive integer or null"),
         ({"n_group": 0}, "n_group=0: must be a positive integer or null"),
         ({"topk_group": 0}, "topk_group=0: must be a positive integer or null"),

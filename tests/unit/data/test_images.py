@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tandem.config.derived.vision import vision_config
 from tandem.config.schema.data import DataConfig
 from tandem.config.schema.sft import SftDataConfig
 from tandem.data.files import RowSource, write_parquet
-from tandem.data.images import PictureRule, PictureSource, measure
+from tandem.data.images import PictureRule, PictureSource, find_pictures, measure
 from tandem.data.ledger import open_source
 from tandem.data.prompts import load_prompts
 from tandem.data.selection import UsedRows
@@ -130,12 +132,51 @@ def damaged_in_the_middle() -> bytes:
     return data[: len(data) // 2]
 
 
+def saved(image: Image.Image, form: str, **options: Any) -> bytes:
+    """Return a picture as a file of a format of Pillow."""
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def header_of(width: int, height: int) -> bytes:
+    """Return a PNG that claims a size and has nothing else."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", size), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+DRAWING = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 24\n%%EndComments\nshowpage\n%%EOF\n"
+
+
 WRONG = {
     "more marks": (row_of(png(), text="<image><image>?"), {}, "has 2 marks <image> and 1 picture."),
     "more pictures": (row_of(png(), png(), text="<image>"), {}, "has 1 mark <image> and 2 picture"),
     "no picture": (row_of(text="<image>?"), {}, "has 1 mark <image> and 0 pictures"),
     "missing": (row_of("no/such.png"), {}, "names a picture that is missing .no/such.png"),
     "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
+    "folder": (row_of("."), {}, "names a picture that is missing [(][.][)]"),
+    "base64": (row_of("iVBORw0KGgo="), {}, "names a picture that is missing [(]iVBORw0KGgo=[)]"),
+    "huge header": (row_of(header_of(60_000, 60_000)), {}, "has a picture .number 1. of more than"),
+    "large header": (row_of(header_of(9_000, 9_000)), {}, "has a picture of 9000 x 9000 pixels"),
+    "no size": (row_of(header_of(0, 0)), {}, "has a picture .number 1. that is no picture file"),
+    "no pixels": (row_of(header_of(9, 9)), {}, "has a picture .number 1. that is damaged"),
+    "drawing": (
+        row_of(DRAWING),
+        {},
+        "has a picture that is a drawing [(]EPS[)][.] Store it as PNG",
+    ),
+    "numbers": (
+        row_of(saved(Image.new("F", (9, 9)), "TIFF")),
+        {},
+        "has a picture that has numbers of an unknown range [(]mode F[)]",
+    ),
+    "numbers of an object": (row_of(Image.new("I", (9, 9))), {}, "has a picture that has numbers"),
+    "null in a list": (row_of({"bytes": None, "path": None}), {}, "has an empty picture"),
     "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, or a mapping"),
     "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
     "url": (
@@ -176,6 +217,87 @@ def test_VL12_a_wrong_row_is_named_in_one_line(name: str, codec: TextCodec) -> N
     with pytest.raises(UserError, match=f"row 1 {message}|row 1 has a prompt.*{message}") as caught:
         load([row_of(), row], codec, **values)
     assert "\n" not in str(caught.value)
+
+
+def read_alone(picture: Any) -> np.ndarray:
+    """Return a picture of 40 x 24 pixels as the model gets it."""
+    (found,) = find_pictures(row_of(picture), row_of(picture)["prompt"], rule=RULE)
+    (source,) = measure([found], RULE, first_id=512, place="row 0")
+    read = source.read()
+    shape = (read.rows * RULE.side, read.columns * RULE.side, 3)
+    return np.frombuffer(read.pixels, np.uint8).reshape(shape)
+
+
+def test_pictures_are_turned_upright() -> None:
+    """Both by the size in the header and by the pixels; a damaged orientation turns nothing."""
+    upright = Image.open(io.BytesIO(png(40, 24)))
+    for orientation in range(1, 10):
+        note = Image.Exif()
+        note[ExifTags.Base.Orientation] = orientation
+        lying = Image.open(io.BytesIO(saved(upright, "PNG", exif=note)))
+        wanted = np.asarray(ImageOps.exif_transpose(lying))
+        assert (wanted.shape == (40, 24, 3)) == (5 <= orientation <= 8)
+        assert np.array_equal(read_alone(lying), wanted)
+        for data in (
+            saved(upright, "PNG", exif=note),
+            saved(upright, "WEBP", exif=note, lossless=1),
+        ):
+            assert np.array_equal(read_alone(data), wanted), orientation
+    assert np.array_equal(read_alone(saved(upright, "PNG", exif=b"Exif\0\0no note")), upright)
+
+
+def test_pictures_of_other_modes_have_the_colours_that_they_show() -> None:
+    colours = Image.open(io.BytesIO(png(40, 24)))
+    gray = Image.linear_gradient("L").resize((40, 24))
+    shown = np.repeat(np.asarray(gray)[..., None], 3, 2)
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
+    assert np.array_equal(read_alone(saved(deep, "PNG")), shown), "sixteen bits"
+    assert np.array_equal(read_alone(deep), shown)
+    assert np.array_equal(read_alone(saved(gray, "PNG")), shown)
+    printed = saved(colours.convert("CMYK"), "TIFF")
+    assert np.array_equal(read_alone(printed), colours), "CMYK"
+    clear = np.dstack([np.asarray(colours), np.zeros((24, 40, 1), np.uint8)])
+    for picture in (Image.fromarray(clear), Image.fromarray(clear).convert("LA")):
+        assert (read_alone(saved(picture, "PNG")) == 255).all(), "transparent parts are white"
+        assert (read_alone(picture) == 255).all()
+    table = Image.new("P", (40, 24), 1)
+    table.putpalette([10, 20, 30, 40, 50, 60])
+    assert (read_alone(saved(table, "PNG")) == (40, 50, 60)).all()
+    assert (read_alone(saved(table, "PNG", transparency=1)) == 255).all()
+
+
+def test_the_first_picture_of_an_animated_one_is_read() -> None:
+    frames = [Image.new("RGB", (40, 24), colour) for colour in ("red", "blue")]
+    moving = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert (read_alone(moving) == (255, 0, 0)).all()
+
+
+def test_a_picture_of_one_pixel_has_the_smallest_size() -> None:
+    shown = read_alone(png(1, 1))
+    assert shown.shape == (8, 8, 3) and (shown == shown[0, 0]).all()
+
+
+@pytest.mark.parametrize("kind", ["a list", "one picture", "bytes", "a path", "a file URL"])
+def test_the_forms_of_verls_files_are_the_same_picture(
+    kind: str, codec: TextCodec, tmp_path: Path
+) -> None:
+    """Files of the hub have a mapping with bytes; in some rows, the column is null."""
+    path = tmp_path / "picture.png"
+    path.write_bytes(png())
+    forms = {
+        "a list": [{"bytes": png(), "path": "elsewhere.png"}],
+        "one picture": {"bytes": None, "path": str(path)},
+        "bytes": png(),
+        "a path": [str(path)],
+        "a file URL": [f"file://{path}"],
+    }
+    rows = [{**row_of(png()), "images": forms[kind]}, {**row_of(), "images": None}]
+    write_parquet(rows, tmp_path / "rows.parquet", key="test")
+    values = {"train_files": str(tmp_path / "rows.parquet"), "max_prompt_length": 64}
+    first, second = load_prompts(DataConfig.model_validate(values), codec, pictures=RULE)
+    (picture,) = first.as_draw(0).pictures
+    assert picture.pixels == Image.open(io.BytesIO(png())).tobytes()
+    assert second.pictures == ()
 
 
 def test_a_prompt_that_is_text_has_pictures_too(codec: TextCodec) -> None:

@@ -141,3 +141,10 @@ def test_missing_rope_key_is_named(scaling, name):
     """transformers refuses these, too."""
     with pytest.raises(UserError, match=f"the key '{name}' is missing"):
         decoder_config({"model_type": "llama", **SIZES, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("values", [{"num_attention_heads": 64}, {"hidden_size": 10**9}])
+def test_heads_without_or_with_too_many_numbers_are_refused(values):
+    config = {**NATIVE["qwen2_tied"]().to_dict(), "head_dim": None, **values}
+    with pytest.raises(UserError, match=r"hidden_size=.*a head has .* and must have 1 to 10000"):
+        decoder_config(config)

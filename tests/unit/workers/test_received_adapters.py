@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from tandem.comm.store import StorePlace
 from tandem.config.derived.pools import place_run
@@ -20,11 +20,13 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.engines.steps import score
 from tandem.errors import UserError
-from tandem.models.adapted import is_adapter
+from tandem.models.adapted import is_adapter, trained_parameters
 from tandem.models.language_model import NativeModel
 from tandem.models.weights import WEIGHTS_FILE
 from tandem.platforms.record import CPU
 from tandem.types import HeldSlice
+from tandem.weight_sync.checksum import checksum
+from tandem.weight_sync.link import open_link
 from tandem.workers.deployment import policy_spec, pool_jobs
 from tandem.workers.job import PolicySpec, WorkerJob
 from tandem.workers.parts import (
@@ -35,8 +37,11 @@ from tandem.workers.parts import (
 )
 from tandem.workers.policies import open_initial
 from tests.fakes.seeing_files import write_policy
+from tests.fakes.tiny_adapters import open_adapted, spread_b
 from tests.unit.engines.minibatch import cut_batches
 from tests.unit.models.tiny_models import NATIVE, open_fp32, write_hf
+from tests.unit.weight_sync.layouts import place, receiving, sending, settings
+from tests.unit.weight_sync.threads import run_threads
 
 APART = (
     "trainer.n_gpus_per_node=2",
@@ -82,6 +87,41 @@ def test_l10_a_received_policy_has_its_base_and_takes_adapters(tmp_path: Path) -
     assert not torch.equal(score(policy, batch, temperature=1.0).score_R, before)
     assert torch.equal(score(initial, batch, temperature=1.0).score_R, before)
     assert initial.lm_head_weight.data_ptr() == policy.lm_head_weight.data_ptr()
+
+
+def _checksums(slices: list[HeldSlice]) -> dict[str, int]:
+    return {held.spec.name: int(checksum(held.tensor)) for held in slices}
+
+
+def test_l10_the_wire_carries_the_adapters_of_each_update_and_no_base(tmp_path: Path) -> None:
+    """L10: measured bytes, and checksums on both sides before and after each update."""
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    config = _config(tmp_path)
+    spec = policy_spec(config, place_run(config), task="actor-train")
+    trained, received = open_adapted(tmp_path), _received(spec)
+    sent_bytes = sum(x.nbytes for x in trained_parameters(trained.decoder).values())
+    base = {x.spec.name: x for x in received.held_slices() if not is_adapter(x.spec.name)}
+    before = _checksums(list(base.values()))
+
+    def run(rank: int, store: Store) -> list[tuple[int, dict[str, int]]]:
+        held = changing_slices(received)() if rank else trained.trained_slices()
+        tensors = receiving(held) if rank else sending(held)
+        link = open_link(store, place(rank, 2), tensors=tensors, settings=settings())
+        found: list[tuple[int, dict[str, int]]] = []
+        for version in (1, 2):
+            if not rank:
+                spread_b(trained, seed=version)  # an update
+            report = link.transfer(version)
+            found.append((report.sent_bytes + report.received_bytes, _checksums(held)))
+        return found
+
+    sender, receiver = run_threads(run, 2)
+    assert sender == receiver
+    assert [number for number, _ in sender] == [sent_bytes, sent_bytes]
+    first, second = (sums for _, sums in sender)
+    names = {name for name in first if name.endswith("lora_b")}
+    assert names and {name for name in first if first[name] != second[name]} == names
+    assert _checksums(list(base.values())) == before
 
 
 def _spec(folder: Path, *keys: str) -> PolicySpec:

@@ -27,6 +27,9 @@ KEYS = (
     "trainer.device=cpu",
 )
 
+TABLES = 1024
+"""More bytes than the tables of rotary positions have, which are no weights."""
+
 
 def build(folder: Path, *keys: str, over: RunOverBase | None = None) -> Engines:
     """Return the engines of a run, whose base is in ``folder``."""
@@ -38,10 +41,15 @@ def build(folder: Path, *keys: str, over: RunOverBase | None = None) -> Engines:
 
 
 def bytes_of_weights() -> int:
-    """Return the bytes of the storages of all parameters that are in memory."""
+    """Return the bytes of the storages of all tensors of numbers that are in memory.
+
+    A second copy of a base would be seen whatever holds it. Caches of keys and values are not
+    allocated yet.
+    """
     gc.collect()
-    weights = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter]
-    storages = [x.untyped_storage() for x in weights if x.device.type == "cpu"]
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    numbers = [x for x in tensors if x.device.type == "cpu" and x.is_floating_point()]
+    storages = [x.untyped_storage() for x in numbers]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -62,7 +70,8 @@ def test_l4_the_reference_and_the_rollout_have_no_copy_of_the_base(base: tuple[P
     assert size < added < 1.5 * size, "the base once, and adapters"
     del engines
     full = build(folder, "actor_rollout_ref.model.lora_rank=0")
-    assert bytes_of_weights() - before == 2 * size, "all weights, and those of the reference"
+    added = bytes_of_weights() - before
+    assert 0 <= added - 2 * size < TABLES, "all weights, and those of the reference"
     del full
 
 
@@ -73,5 +82,6 @@ def test_runs_over_a_shared_base_hold_it_once(base: tuple[Path, int]) -> None:
     runs = [build(folder, over=RunOverBase(shared, 0))]
     one = bytes_of_weights() - before
     runs += [build(folder, over=RunOverBase(shared, index)) for index in (1, 2)]
-    assert bytes_of_weights() - before == size + 3 * (one - size)
+    added = bytes_of_weights() - before
+    assert abs(added - size - 3 * (one - size)) < TABLES
     assert len(runs) == 3
