@@ -28,7 +28,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import TrainedModel, place, trained_model
 from tandem.config.plan.memory import GIB, plan_memory
 from tandem.config.plan.memory_choice import choose_memory
-from tandem.config.plan.memory_remedy import require_cache, require_memory
+from tandem.config.plan.memory_remedy import narrow_cache, require_cache, require_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
@@ -359,6 +359,11 @@ def fitted(
     has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
     if has_pages and isinstance(site.config, RunConfig):
         require_cache(site.config, sizes, available_bytes=available_bytes)
+        note = narrow_cache(
+            site.config, sizes, auxiliary=own_sizes, available_bytes=available_bytes
+        )
+        if note is not None:
+            logger.info("%s", note)
     return site
 
 

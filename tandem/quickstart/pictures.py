@@ -73,8 +73,9 @@ GRPO_KEYS = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "custom_reward_function.path=pkg://tandem.quickstart.pictures",
     "custom_reward_function.name=score",
-    "trainer.total_training_steps=100",
-    "trainer.test_freq=25",
+    "trainer.total_training_steps=200",
+    "trainer.total_epochs=2",
+    "trainer.test_freq=50",
 )
 """The keys of the recipes that differ from those of text."""
 

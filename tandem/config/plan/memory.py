@@ -285,23 +285,31 @@ def _taking_turns(plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, rollout=max(0, plan.rollout - room), cache=max(0, plan.cache - left))
 
 
-def _generating(
-    config: RunConfig, sizes: ModelSizes, *, placement: Placement, available_bytes: int | None
-) -> MemoryPlan:
+def wanted_cache(config: RunConfig, sizes: ModelSizes, *, placement: Placement) -> int:
+    """Return the bytes of keys and values of all sequences, of full length, that a device may
+    generate at once.
+    """
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     num_begun = data.train_batch_size * (config.trainer.max_lag + 1)
     prompts = -(-num_begun // placement.layouts["generate"].num_ranks)
     running = min(rollout.max_num_seqs, prompts * rollout.n)
     # The dense engine, which serves latent attention, stores a prompt once for each sample.
     prompts = -(-running // rollout.n) if sizes.latent is None else running
     tokens = prompts * data.max_prompt_length + running * data.max_response_length
-    cache = computed * sizes.cache_numbers_per_token * tokens
+    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    return computed * sizes.cache_numbers_per_token * tokens
+
+
+def _generating(
+    config: RunConfig, sizes: ModelSizes, *, placement: Placement, available_bytes: int | None
+) -> MemoryPlan:
+    cache = wanted_cache(config, sizes, placement=placement)
+    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     held = held_in_generation(config, sizes)
     weights = computed * (held + sizes.adapters)
     quantized = quantized_bytes(config, sizes)
     if available_bytes is not None:
-        share = rollout.gpu_memory_utilization
+        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
         cache = min(cache, max(0, int(share * available_bytes) - weights - quantized))
     if _shares_experts(config, placement):
         weights -= computed * (held - _others(sizes))

@@ -13,7 +13,7 @@ from tandem.config.derived.microbatches import (
 )
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, auxiliary_layouts
 from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, ModelSizes
-from tandem.config.derived.trained_model import trained_model
+from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.plan.memory import (
     BYTES,
     GIB,
@@ -21,6 +21,7 @@ from tandem.config.plan.memory import (
     held_in_generation,
     plan_memory,
     quantized_bytes,
+    wanted_cache,
 )
 from tandem.config.plan.memory_choice import with_overrides
 from tandem.config.schema.run import RunConfig
@@ -99,6 +100,36 @@ def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int)
         f"data.max_response_length={data.max_response_length} tokens)",
         remedy=f"Set {_CACHE_SHARE}={fitting:g}." if fitting <= 1 else "Shorten the sequences.",
     )
+
+
+def narrow_cache(
+    config: RunConfig,
+    sizes: ModelSizes,
+    *,
+    auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
+    available_bytes: int,
+) -> str | None:
+    """Return a sentence if the paged cache of a device cannot hold all sequences of a step at once;
+    with the share that could, if the run fits with it.
+    """
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    weights, _ = _least_generating(config, sizes)
+    wanted = wanted_cache(config, sizes, placement=place(config))
+    room = int(share * available_bytes) - weights
+    if room >= wanted:
+        return None
+    note = (
+        f"{_CACHE_SHARE}={share:g} holds the keys and values of {room / wanted:.0%} of the "
+        "sequences that a device may generate at once; the others wait for them."
+    )
+    larger = math.ceil(100 * (weights + wanted) / available_bytes) / 100
+    if larger > 1:
+        return note
+    changed = with_overrides(config, {_CACHE_SHARE: larger})
+    plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
+    if any(plan.total > available_bytes for plan in plans.values()):
+        return note
+    return f"{note} Set {_CACHE_SHARE}={larger:g} to generate them together."
 
 
 def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:

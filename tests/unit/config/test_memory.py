@@ -10,7 +10,12 @@ import pytest
 from tandem.config.derived.sizes import OPTIMIZER_PART_NUMBERS, ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import GIB, MemoryPlan, plan_memory
-from tandem.config.plan.memory_remedy import CACHE_PAGE_TOKENS, require_cache, require_memory
+from tandem.config.plan.memory_remedy import (
+    CACHE_PAGE_TOKENS,
+    narrow_cache,
+    require_cache,
+    require_memory,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -382,6 +387,18 @@ def test_a_cache_that_cannot_hold_the_longest_sequence_is_refused_with_a_share_t
     require_cache(config(*long, f"{key}=0.02"), sizes(), available_bytes=80 * GIB)
     with pytest.raises(UserError, match=r"Shorten the sequences\.$"):
         require_cache(config("data.max_response_length=200000"), sizes(), available_bytes=3 * GIB)
+
+
+def test_a_cache_for_a_part_of_the_sequences_is_told_with_a_share_for_all() -> None:
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    many = ("data.train_batch_size=4096", "actor_rollout_ref.rollout.max_num_seqs=4096")
+    assert narrow_cache(config(f"{key}=0.5"), sizes(), available_bytes=80 * GIB) is None
+    note = narrow_cache(config(*many, f"{key}=0.1"), sizes(), available_bytes=200 * GIB)
+    assert note is not None and note.startswith(f"{key}=0.1 holds the keys and values of ")
+    larger = note.split("Set ")[1].split()[0]
+    assert narrow_cache(config(*many, larger), sizes(), available_bytes=200 * GIB) is None
+    tight = narrow_cache(config(*many, f"{key}=0.1"), sizes(), available_bytes=30 * GIB)
+    assert tight is not None and "Set" not in tight
 
 
 def test_the_cache_hands_out_pages_of_the_size_that_is_reckoned_with() -> None:
