@@ -36,10 +36,13 @@ _SIZES = {
 }
 
 
-def write_tiny_qwen3_moe(folder: Path, *, num_experts: int = 8) -> Path:
+def write_tiny_qwen3_moe(
+    folder: Path, *, num_experts: int = 8, num_heads: int = 2, num_kv_heads: int = 1
+) -> Path:
     """Write a Qwen3-MoE whose layers all have experts; return the folder."""
     num_tokens = write_tiny_tokenizer(folder).get_vocab_size()
     sizes = _SIZES | {"tie_word_embeddings": True, "num_experts": num_experts}
+    sizes |= {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
     _write(Qwen3MoeConfig(vocab_size=num_tokens, **sizes), folder)
     return folder
 
