@@ -89,6 +89,9 @@ class Tokens:
     def between(self, messages: Sequence[Any], *, last_id: int) -> list[int]:
         return [2, 3]
 
+    def is_surely_longer(self, messages: Sequence[Any], num_tokens: int) -> bool:
+        return False
+
 
 def setup_with(tools: Any, num_steps: int, *, timeout_s: float = 1e9) -> SimulatedSetup:
     tokens: Any = Tokens()
