@@ -78,7 +78,7 @@ def generate(engine: PagedRolloutEngine, requests: list[GenerationRequest]) -> l
 
 @dataclass(frozen=True)
 class How:
-    """What computes besides the plain weights."""
+    """The precision of the weights, and the rank of adapters; None and 0 for plain bf16."""
 
     quantization: str | None
     lora_rank: int

@@ -358,13 +358,24 @@ def fitted(
     )
     has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
     if has_pages and isinstance(site.config, RunConfig):
-        require_cache(site.config, sizes, available_bytes=available_bytes)
-        note = narrow_cache(
-            site.config, sizes, auxiliary=own_sizes, available_bytes=available_bytes
-        )
-        if note is not None:
-            logger.info("%s", note)
+        _check_cache(site.config, sizes, auxiliary=own_sizes, available_bytes=available_bytes)
     return site
+
+
+def _check_cache(
+    config: RunConfig,
+    sizes: ModelSizes,
+    *,
+    auxiliary: Mapping[str, ModelSizes],
+    available_bytes: int,
+) -> None:
+    """Require a cache for the longest sequence, and say if it is one for some sequences only."""
+    require_cache(config, sizes, available_bytes=available_bytes)
+    if config.actor_rollout_ref.rollout.attaches_servers:
+        return  # the cache is that of the servers
+    note = narrow_cache(config, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
+    if note is not None:
+        logger.info("%s", note)
 
 
 def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder) -> None:

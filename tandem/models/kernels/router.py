@@ -2,8 +2,9 @@
 # pyright: reportCallIssue=false
 """A Triton kernel: the router of experts in generation, from its product to the weights.
 
-torch's operators take ten launches for it. They compute the many tokens of training and of scoring,
-groups of experts, and recorded or replaced choices. Among equal scores the first expert is chosen.
+torch's operators take ten launches for it. They compute training and scoring, whose choices must be
+the same, and groups of experts, and choices that are recorded or replaced. Among equal scores the
+first expert is chosen.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token.
 """
@@ -19,8 +20,6 @@ from tandem.config.derived.experts import ExpertConfig
 from tandem.models import router
 from tandem.models.router import Choose
 
-_MOST_TOKENS = 2048
-"""Of a step of generation. Scoring has more, and must choose like the training that follows."""
 _ROWS = 16
 _DEPTH = 64
 
@@ -35,9 +34,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See ``router.route``."""
     num_tokens, hidden = h_TD.shape
-    is_step = torch.is_inference_mode_enabled() and num_tokens <= _MOST_TOKENS
+    generates = torch.is_inference_mode_enabled() and h_TD.dtype != torch.float64
     is_plain = config.num_groups == 1 and choose is None and h_TD.dtype == router_ED.dtype
-    if not is_step or not is_plain or h_TD.dtype == torch.float64:
+    if not generates or not is_plain:
         return router.route(
             h_TD, router_ED, config=config, correction_E=correction_E, choose=choose
         )
@@ -50,7 +49,7 @@ def route(
             weight_TK,
             h_TD.contiguous(),
             router_ED,
-            router_ED if correction_E is None else correction_E,
+            router_ED if correction_E is None else correction_E.to(h_TD.device),
             num_tokens,
             HIDDEN=hidden,
             NUM_EXPERTS=config.num_experts,
