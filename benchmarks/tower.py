@@ -10,6 +10,7 @@ and pictures, three times for forward with backward, against 989 TFLOP/s.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from measure import describe, median_s, peak_gib, tell
 from processes import children_end
 from shapes import PEAK_FLOPS, SHAPES, TOKEN_SIDE, tower_flops
 
+from tandem.models.operators import operators_for
 from tandem.models.vision import VisionTower
 from tandem.pictures import Picture
 from tandem.platforms.select import select_platform
@@ -50,14 +52,15 @@ def run(tower: VisionTower, wanted: int, *, repeats: int) -> dict[str, object]:
     pixels = bytes(range(256)) * (ROWS * COLUMNS * TOKEN_SIDE**2 * 3 // 256 + 1)
     pixels = pixels[: ROWS * COLUMNS * TOKEN_SIDE**2 * 3]
     pictures = [Picture(i * PATCHES, ROWS, COLUMNS, TOKEN_SIDE, pixels) for i in range(count)]
+    look = partial(tower.look, pictures, operators=operators_for(select_platform("auto")))
     floating = tower_flops(count * PATCHES, of_pictures=count)
 
     def forward() -> None:
         with torch.no_grad():
-            tower.look(pictures)
+            look()
 
     def both() -> None:
-        tower.look(pictures).embeddings.sum().backward()
+        look().embeddings.sum().backward()
         tower.zero_grad()
 
     torch.accelerator.reset_peak_memory_stats()

@@ -42,6 +42,30 @@ class PackedAttention:
         return torch.cat(outputs).index_select(0, self._output_T).view_as(q_THE)
 
 
+class RunAttention:
+    """The function ``attend(q_NHE, k_NHE, v_NHE=) -> o_NHE`` within runs of N patches.
+
+    Every patch attends to all patches of its run. Runs of one length are one call.
+    """
+
+    def __init__(self, lengths: np.ndarray, device: torch.device) -> None:
+        """Prepare the runs of ``lengths``, which follow one another."""
+        starts = np.cumsum(lengths) - lengths
+        runs = [starts[lengths == n][:, None] + np.arange(n) for n in np.unique(lengths)]
+        back_N = np.argsort(np.concatenate([run.ravel() for run in runs]))
+        self._runs = [torch.from_numpy(run).to(device) for run in runs]
+        self._back_N = torch.from_numpy(back_N).to(device)
+
+    def __call__(self, q_NHE: Tensor, k_NHE: Tensor, *, v_NHE: Tensor) -> Tensor:
+        """Attend within the runs."""
+        outputs: list[Tensor] = []
+        for run in self._runs:
+            q, k, v = (x[run].transpose(1, 2) for x in (q_NHE, k_NHE, v_NHE))
+            o = F.scaled_dot_product_attention(q, k, v)
+            outputs.append(o.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)[self._back_N]
+
+
 @dataclass(frozen=True)
 class _Bucket:
     """B rows padded to (L, M). Padding repeats the last token of a row; its results are ignored.

@@ -394,7 +394,7 @@ class Decoder(nn.Module):
         features = view.features
         if features is None:
             assert self.tower is not None, "pictures, and a model of text"
-            features = self.tower(view.pictures, recomputes=recomputes)
+            features = self.tower(view.pictures, operators=self.operators, recomputes=recomputes)
         # F.embedding accumulates gradients of repeated rows deterministically.
         own_UD = F.embedding(view.row_U, features.embeddings).to(x_TD.dtype)
         levels = (F.embedding(view.row_U, level) for level in features.levels)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -23,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.config.derived.experts import ExpertConfig
 from tandem.errors import UserError
-from tandem.models.attention import PackedAttention
+from tandem.models.attention import PackedAttention, RunAttention
 from tandem.models.expert_products import run_experts
 from tandem.models.logprob import TokenLogProbs, token_log_probs
 from tandem.models.quantized_operators import TORCH_QUANTIZED, QuantizedOperators
@@ -33,6 +34,9 @@ from tandem.types import Segments
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE``, called after the rotary embedding."""
+
+AttendWithin = Callable[..., Tensor]
+"""``attend(q_NHE, k_NHE, v_NHE=) -> o_NHE`` of N patches of pictures."""
 
 MakeAttention = Callable[[Segments, torch.device], Attention]
 Angles = tuple[Tensor, Tensor]
@@ -102,6 +106,8 @@ class Operators:
             have the sign of the first half. ``x_TME`` may be a slice of a larger tensor.
         gate: ``gate_up_T2F -> y_TF``: silu of the first half times the second.
         packed_attention: ``(segments, device) -> attention`` for one packed batch.
+        attention_within: ``(lengths, device) -> attend`` for runs of patches of ``lengths``, int64,
+            each of which attends to all of its run.
         token_log_probs: see ``logprob.token_log_probs``.
         logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32, without gradients.
         route: see ``router.route``.
@@ -115,6 +121,7 @@ class Operators:
     rotate: Callable[[Tensor, Angles], Tensor]
     gate: Callable[[Tensor], Tensor]
     packed_attention: MakeAttention
+    attention_within: Callable[[np.ndarray, torch.device], AttendWithin]
     token_log_probs: ScoreTokens
     logits: Callable[[Tensor, Tensor], Tensor]
     route: Route
@@ -239,6 +246,7 @@ TORCH = Operators(
     rotate,
     gate,
     PackedAttention,
+    RunAttention,
     token_log_probs,
     logits,
     route,

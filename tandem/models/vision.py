@@ -2,8 +2,9 @@
 """The vision towers of Qwen2.5-VL and Qwen3-VL, which turn pictures into embeddings of tokens.
 
 Parameters have the names of Hugging Face's files behind the prefix of the family. Pictures arrive
-as bytes; patches are made on the device of the tower. Attention is torch's, within windows or whole
-pictures. There are no videos.
+as bytes; patches are made on the device of the tower. Attention is within windows or whole
+pictures. Norms, rotations, gates and attention are the operators of the decoder. There are no
+videos.
 
 Shapes: N patches, U = N / merge^2 image tokens, P numbers of a patch, D width of the tower, H
 heads, E head dimension.
@@ -23,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tandem.config.derived.vision import VisionConfig
+from tandem.models.operators import TORCH, Angles, AttendWithin, Operators
 from tandem.pictures import Picture
 
 _THETA = 10000.0
@@ -33,9 +35,6 @@ TOWER = "tower."
 
 _MEMORY_BYTES = 1 << 30
 """The features that a frozen tower remembers; the oldest are forgotten first."""
-
-Attend = Callable[..., Tensor]
-"""``attend(q_NHE, k_NHE, v_NHE=) -> o_NHE``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +129,26 @@ class VisionTower(nn.Module):
         """The precision of its weights."""
         return next(self.parameters()).dtype
 
-    def forward(self, pictures: Sequence[Picture], *, recomputes: bool = False) -> Features:
+    def forward(
+        self,
+        pictures: Sequence[Picture],
+        *,
+        operators: Operators = TORCH,
+        recomputes: bool = False,
+    ) -> Features:
         """Return the features of the tokens of at least one picture, one picture after another.
 
         A frozen tower looks at a picture once, and remembers what it saw. With ``recomputes``, the
         backward pass of another computes its blocks again, with the same results.
         """
         if not self.config.is_frozen:
-            return self.look(pictures, recomputes=recomputes)
+            return self.look(pictures, operators=operators, recomputes=recomputes)
         unknown = [picture for picture in pictures if picture.first_id not in self._known]
         found = {p.first_id: self._known[p.first_id] for p in pictures if p not in unknown}
         if unknown:
             # Features outlive the context, so they must not be of inference mode.
             with torch.inference_mode(False), torch.no_grad():
-                found |= _by_picture(self.look(unknown), unknown)
+                found |= _by_picture(self.look(unknown, operators=operators), unknown)
             self._remember(found)
         features = [found[picture.first_id] for picture in pictures]
         levels = zip(*(one.levels for one in features), strict=True)
@@ -156,7 +161,13 @@ class VisionTower(nn.Module):
         while total > _MEMORY_BYTES:
             total -= self._known.pop(next(iter(self._known))).num_bytes
 
-    def look(self, pictures: Sequence[Picture], *, recomputes: bool = False) -> Features:
+    def look(
+        self,
+        pictures: Sequence[Picture],
+        *,
+        operators: Operators = TORCH,
+        recomputes: bool = False,
+    ) -> Features:
         """Compute the features of pictures."""
         convolution = cast(nn.Conv3d, self.patch_embed["proj"])
         weight, bias = convolution.weight, convolution.bias
@@ -164,7 +175,7 @@ class VisionTower(nn.Module):
         # The steps of the convolution are as large as its kernel: it is a linear map of patches.
         x_ND = F.linear(patches_NP.to(weight.dtype), weight.flatten(1), bias)
         sizes = [(picture.rows, picture.columns) for picture in pictures]
-        return self._features(x_ND, sizes, recomputes=recomputes)
+        return self._features(x_ND, sizes, operators=operators, recomputes=recomputes)
 
     def _patches(self, picture: Picture, device: torch.device) -> Tensor:
         """Return the normalised patches of a picture, fp32, in the order of its tokens."""
@@ -178,39 +189,51 @@ class VisionTower(nn.Module):
         return frame[:, :, None].expand(-1, -1, config.temporal, -1, -1).flatten(1)
 
     def _features(
-        self, x_ND: Tensor, sizes: Sequence[tuple[int, int]], *, recomputes: bool
+        self,
+        x_ND: Tensor,
+        sizes: Sequence[tuple[int, int]],
+        *,
+        operators: Operators,
+        recomputes: bool,
     ) -> Features:
         config, layout, device = self.config, lay_out(sizes, self.config), x_ND.device
         if config.position_side:
             x_ND = x_ND + self._positions(layout, device)
         unit = config.merge**2
         order_N = _upload((layout.order_U[:, None] * unit + np.arange(unit)).ravel(), device)
-        x_ND = x_ND[order_N]
+        x_ND, delta_ND = x_ND[order_N], None
         angles = self._angles(_upload(layout.place_N2, device)[order_N], x_ND.dtype)
-        whole = _attention(layout.picture_lengths, device)
-        windowed = _attention(layout.window_lengths, device) if config.window else whole
+        whole = operators.attention_within(layout.picture_lengths, device)
+        windowed = whole
+        if config.window:
+            windowed = operators.attention_within(layout.window_lengths, device)
         levels: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             is_whole = index in config.full_blocks or not config.window
-            attend = whole if is_whole else windowed
+            compute = partial(
+                block, attend=whole if is_whole else windowed, angles=angles, operators=operators
+            )
             if recomputes:
-                x_ND = _recomputed(block, x_ND, attend=attend, angles=angles)
+                x_ND, delta_ND = _recomputed(compute, x_ND, delta_ND)
             else:
-                x_ND = block(x_ND, attend, angles=angles)
+                x_ND, delta_ND = compute(x_ND, delta_ND)
             if index in config.deepstack:
                 merger = self.deepstack_merger_list[config.deepstack.index(index)]
-                levels.append(merger(x_ND))
+                levels.append(merger(x_ND, delta_ND, operators=operators))
         back_U = _upload(np.argsort(layout.order_U), device)
-        return Features(self.merger(x_ND)[back_U], tuple(level[back_U] for level in levels))
+        embeddings_UD = self.merger(x_ND, delta_ND, operators=operators)
+        return Features(embeddings_UD[back_U], tuple(level[back_U] for level in levels))
 
-    def _angles(self, place_N2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines (N, 1, E) of rows and columns."""
+    def _angles(self, place_N2: Tensor, dtype: torch.dtype) -> Angles:
+        """Return the cosines and signed sines (N, 1, E) of rows and columns."""
         half = self.config.hidden // self.config.num_heads // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=place_N2.device) / half
         angles_N2 = place_N2[:, :, None].float() * (1.0 / _THETA**exponents)
-        angles_N1E = angles_N2.flatten(1).repeat(1, 2)[:, None]
+        angles_N1H = angles_N2.flatten(1)[:, None]
+        cos_N1H, sin_N1H = angles_N1H.cos(), angles_N1H.sin()
         wide = torch.promote_types(dtype, torch.float32)
-        return angles_N1E.cos().to(wide), angles_N1E.sin().to(wide)
+        cos_N1E, sin_N1E = torch.cat((cos_N1H, cos_N1H), -1), torch.cat((-sin_N1H, sin_N1H), -1)
+        return cos_N1E.to(wide), sin_N1E.to(wide)
 
     def _positions(self, layout: TowerLayout, device: torch.device) -> Tensor:
         """Return the learned grid at the sizes of the pictures: bilinear, with aligned corners."""
@@ -244,17 +267,33 @@ class _Block(nn.Module):
         last = "down_proj" if self.is_windowed else "linear_fc2"
         self.mlp = nn.ModuleDict({**maps, last: nn.Linear(inner, hidden)})
 
-    def forward(self, x_ND: Tensor, attend: Attend, *, angles: tuple[Tensor, Tensor]) -> Tensor:
-        qkv = self.attn["qkv"](self.norm1(x_ND))
-        q, k, v = qkv.view(len(x_ND), 3, self.num_heads, -1).unbind(1)
-        q, k = (_rotate(x, angles) for x in (q, k))
-        x_ND = x_ND + self.attn["proj"](attend(q, k, v_NHE=v).flatten(1))
-        h_ND, mlp = self.norm2(x_ND), self.mlp
+    def forward(
+        self,
+        x_ND: Tensor,
+        delta_ND: Tensor | None,
+        *,
+        attend: AttendWithin,
+        angles: Angles,
+        operators: Operators,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream and what is to be added to it, from those of the block before."""
+        h_ND, x_ND = _add_norm(self.norm1, x_ND, delta_ND, operators=operators)
+        qkv_NME = self.attn["qkv"](h_ND).view(len(x_ND), 3 * self.num_heads, -1)
+        turned, v_NHE = qkv_NME.split((2 * self.num_heads, self.num_heads), 1)
+        turned = operators.rotate(turned, angles).to(turned.dtype)
+        q_NHE, k_NHE = turned.chunk(2, 1)
+        o_ND = self.attn["proj"](attend(q_NHE, k_NHE, v_NHE=v_NHE).flatten(1))
+        h_ND, x_ND = _add_norm(self.norm2, x_ND, o_ND, operators=operators)
         if self.is_windowed:
-            gated = F.silu(mlp["gate_proj"](h_ND)) * mlp["up_proj"](h_ND)
-            return x_ND + mlp["down_proj"](gated)
-        inner = F.gelu(mlp["linear_fc1"](h_ND), approximate="tanh")
-        return x_ND + mlp["linear_fc2"](inner)
+            return x_ND, self._gated(h_ND, operators)
+        inner = F.gelu(self.mlp["linear_fc1"](h_ND), approximate="tanh")
+        return x_ND, self.mlp["linear_fc2"](inner)
+
+    def _gated(self, h_ND: Tensor, operators: Operators) -> Tensor:
+        maps = [cast(nn.Linear, self.mlp[name]) for name in ("gate_proj", "up_proj")]
+        weight = torch.cat([linear.weight for linear in maps])
+        bias = torch.cat([linear.bias for linear in maps])
+        return self.mlp["down_proj"](operators.gate(F.linear(h_ND, weight, bias)))
 
 
 class _Merger(nn.Module):
@@ -273,14 +312,26 @@ class _Merger(nn.Module):
             self.linear_fc1 = nn.Linear(wide, wide)
             self.linear_fc2 = nn.Linear(wide, config.out)
 
-    def forward(self, x_ND: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, delta_ND: Tensor | None, *, operators: Operators) -> Tensor:
         if self.is_windowed:
-            return self.mlp(self.ln_q(x_ND).view(-1, self.wide))
+            h_ND, _ = _add_norm(self.ln_q, x_ND, delta_ND, operators=operators)
+            return self.mlp(h_ND.view(-1, self.wide))
+        x_ND = x_ND if delta_ND is None else x_ND + delta_ND
         if self.norms_after:
             h_UD = self.norm(x_ND.view(-1, self.wide))
         else:
             h_UD = self.norm(x_ND).view(-1, self.wide)
         return self.linear_fc2(F.gelu(self.linear_fc1(h_UD)))
+
+
+def _add_norm(
+    norm: nn.Module, x_ND: Tensor, delta_ND: Tensor | None, *, operators: Operators
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of the residual sum, and the sum."""
+    if isinstance(norm, nn.RMSNorm):
+        return operators.add_norm(x_ND, delta_ND, weight_D=norm.weight, eps=_NORM_EPS)
+    x_ND = x_ND if delta_ND is None else x_ND + delta_ND
+    return norm(x_ND), x_ND
 
 
 def is_of_tower(name: str) -> bool:
@@ -295,15 +346,11 @@ def smallest_picture(config: VisionConfig) -> Picture:
 
 
 def _recomputed(
-    block: nn.Module, x_ND: Tensor, *, attend: Attend, angles: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Apply a block and keep only its input for the backward pass."""
-    return cast(
-        Tensor,
-        checkpoint(
-            block, x_ND, attend, use_reentrant=False, preserve_rng_state=False, angles=angles
-        ),
-    )
+    compute: Callable[..., tuple[Tensor, Tensor]], *streams: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Apply a block and keep only its inputs for the backward pass."""
+    result = checkpoint(compute, *streams, use_reentrant=False, preserve_rng_state=False)
+    return cast("tuple[Tensor, Tensor]", result)
 
 
 def _by_picture(features: Features, pictures: Sequence[Picture]) -> dict[int, Features]:
@@ -315,30 +362,6 @@ def _by_picture(features: Features, pictures: Sequence[Picture]) -> dict[int, Fe
         picture.first_id: Features(part[0], tuple(part[1:]))
         for picture, part in zip(pictures, parts, strict=True)
     }
-
-
-def _attention(lengths: np.ndarray, device: torch.device) -> Attend:
-    """Return attention within runs of ``lengths``; runs of one length are one call."""
-    starts = np.cumsum(lengths) - lengths
-    runs = [starts[lengths == n][:, None] + np.arange(n) for n in np.unique(lengths)]
-    buckets = [_upload(run, device) for run in runs]
-    back_N = _upload(np.argsort(np.concatenate([run.ravel() for run in runs])), device)
-
-    def attend(q_NHE: Tensor, k_NHE: Tensor, *, v_NHE: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
-        for bucket in buckets:
-            q, k, v = (x[bucket].transpose(1, 2) for x in (q_NHE, k_NHE, v_NHE))
-            o = F.scaled_dot_product_attention(q, k, v)
-            outputs.append(o.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)[back_N]
-
-    return attend
-
-
-def _rotate(x_NHE: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    wide = x_NHE.to(torch.promote_types(x_NHE.dtype, torch.float32))
-    low, high = wide.chunk(2, -1)
-    return (wide * angles[0] + torch.cat((-high, low), -1) * angles[1]).to(x_NHE.dtype)
 
 
 def _upload(values: np.ndarray, device: torch.device) -> Tensor:

@@ -5,14 +5,16 @@ shared by their responses or repeated.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tandem.models.attention import PackedAttention
-from tandem.models.kernels.varlen import VarlenAttention
+from tandem.models.attention import PackedAttention, RunAttention
+from tandem.models.kernels import dense
+from tandem.models.kernels.varlen import VarlenAttention, VarlenRunAttention
 from tandem.types import Segments
 from tests.gpu.machine import Machine
 from tests.unit.models.tiny_models import pack_separate, pack_shared
@@ -77,3 +79,45 @@ def test_slices_of_one_tensor_as_in_the_decoder(machine: Machine) -> None:
     compact = run(fused, [x.contiguous() for x in slices], grad_THE=grad_THE.clone())
     for our, their in zip(strided, compact, strict=True):
         assert relative(our, their.double()) < 0.005
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_long_segments_equal_the_generic_back_end(machine: Machine, *, shared: bool) -> None:
+    if machine.trial:
+        pytest.skip("cuDNN has no interpreted form")
+    prompts, responses = ([1] * 300,), ([[1] * 3000, [1] * 4000],)
+    segments = (pack_shared if shared else pack_separate)(prompts, responses).segments
+    if not dense.pieces_of(segments, machine.device):
+        pytest.skip("the device has no such kernels")
+    num_tokens = int(segments.length_S.sum())
+    qkv_TME = torch.randn(num_tokens, 4 + 2 * 2, 128).to(machine.device, torch.bfloat16)
+    inputs = list(qkv_TME.split((4, 2, 2), 1))
+    grad_THE = torch.randn(num_tokens, 4, 128).to(machine.device, torch.bfloat16)
+    ours = run(VarlenAttention(segments, machine.device), inputs, grad_THE=grad_THE)
+    theirs = run(
+        PackedAttention(segments, machine.device),
+        [x.double() for x in inputs],
+        grad_THE=grad_THE.double(),
+    )
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == torch.bfloat16
+        assert relative(our, their) < 0.01
+
+
+def test_runs_of_patches_equal_the_generic_back_end(machine: Machine) -> None:
+    lengths = np.array([64, 64, 48, 1024, 64, 4])
+    dtype = torch.float32 if machine.trial else torch.bfloat16
+    qkv_NME = torch.randn(int(lengths.sum()), 3 * 4, 80).to(machine.device, dtype)
+    inputs = list(qkv_NME.split(4, 1))
+    grad_NHE = torch.randn(len(qkv_NME), 4, 80).to(machine.device, dtype)
+
+    def of(attend):
+        return lambda layer, q, k, v: attend(q, k, v_NHE=v)
+
+    fused = of(VarlenRunAttention(lengths, machine.device))
+    generic = of(RunAttention(lengths, machine.device))
+    ours = run(fused, inputs, grad_THE=grad_NHE)
+    theirs = run(generic, [x.double() for x in inputs], grad_THE=grad_NHE.double())
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == dtype
+        assert relative(our, their) < 0.01

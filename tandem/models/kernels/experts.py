@@ -85,7 +85,8 @@ def multiply(
     """
     num_rows, (num_experts, outputs, inputs) = len(order.source_N), weight_EOI.shape
     y_NO = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
-    rows = min(max(16, triton.next_power_of_2(num_rows // num_experts)), _LARGEST_BLOCK)
+    # An expert with more rows than the mean should still have one block, which reads its weights.
+    rows = min(max(16, triton.next_power_of_2(2 * num_rows // num_experts)), _LARGEST_BLOCK)
     num_blocks = -(-num_rows // rows) + min(num_rows, num_experts)
     columns, depth, stages = (128, 64, 4) if x.element_size() == 2 else (64, 32, 3)
     _multiply[(num_blocks, -(-outputs // columns))](

@@ -12,7 +12,7 @@ from tandem.models.kernels.norm import add_norm
 from tandem.models.kernels.quantized import TRITON_QUANTIZED
 from tandem.models.kernels.rotary import rotate
 from tandem.models.kernels.router import route
-from tandem.models.kernels.varlen import VarlenAttention
+from tandem.models.kernels.varlen import VarlenAttention, VarlenRunAttention
 from tandem.models.operators import TORCH
 
 TRITON = replace(
@@ -21,6 +21,7 @@ TRITON = replace(
     rotate=rotate,
     gate=gate,
     packed_attention=VarlenAttention,
+    attention_within=VarlenRunAttention,
     token_log_probs=token_log_probs,
     logits=logits,
     route=route,

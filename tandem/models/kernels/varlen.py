@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a packed batch through torch's variable-length flash attention (Dao, 2023).
 
-There is no padding. Keys and values of a shared prefix are repeated before each of its segments,
-inside attention only. The backward pass sums their gradients in a fixed order. The kernel supports
-half precision only; other precisions use the generic implementation.
+Batches of long segments are computed by cuDNN instead (``dense.py``). There is no padding. Keys and
+values of a shared prefix are repeated before each of its segments, inside attention only. The
+backward pass sums their gradients in a fixed order. The kernel supports half precision only; other
+precisions use the generic implementation.
 
 Shapes: T tokens, S segments, Y keys with prefixes repeated, H query heads, K key/value heads, E
 head dimension.
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.models.attention import PackedAttention
+from tandem.models.attention import PackedAttention, RunAttention
+from tandem.models.kernels import dense
 from tandem.models.kernels.gather import Gather
 from tandem.models.operators import upload
 from tandem.types import Segments
@@ -34,6 +36,7 @@ class VarlenAttention:
         self._segments = segments
         self._device = device
         self._generic: PackedAttention | None = None
+        self._pieces = dense.pieces_of(segments, device)
         keys_S = segments.prefix_length_S + segments.length_S
         self._starts = (_starts(segments.length_S, device), _starts(keys_S, device))
         self._longest = (int(segments.length_S.max()), int(keys_S.max()))
@@ -46,13 +49,36 @@ class VarlenAttention:
         if q_THE.dtype not in _DTYPES or q_THE.shape[-1] > _MAX_HEAD_DIM:
             self._generic = self._generic or PackedAttention(self._segments, self._device)
             return self._generic(layer, q_THE, k_TKE, v_TKE)
+        if self._pieces and dense.can_attend(q_THE):
+            return dense.attend(q_THE, k_TKE, v_TKE, pieces=self._pieces)
         if self._gather is not None:
             k_TKE, v_TKE = self._gather(k_TKE), self._gather(v_TKE)
-        return _Flash.apply(q_THE, k_TKE, v_TKE, self._starts, self._longest)
+        return _Flash.apply(q_THE, k_TKE, v_TKE, self._starts, self._longest, True)
+
+
+class VarlenRunAttention:
+    """The function ``attend(q_NHE, k_NHE, v_NHE=) -> o_NHE`` within runs of patches."""
+
+    def __init__(self, lengths: np.ndarray, device: torch.device) -> None:
+        """Prepare the runs of ``lengths``, which follow one another."""
+        self._lengths, self._device = lengths, device
+        self._starts = _starts(torch.from_numpy(lengths), device)
+        self._generic: RunAttention | None = None
+
+    def __call__(self, q_NHE: Tensor, k_NHE: Tensor, *, v_NHE: Tensor) -> Tensor:
+        """Attend within the runs."""
+        if q_NHE.dtype not in _DTYPES or q_NHE.shape[-1] > _MAX_HEAD_DIM:
+            self._generic = self._generic or RunAttention(self._lengths, self._device)
+            return self._generic(q_NHE, k_NHE, v_NHE=v_NHE)
+        starts, longest = (self._starts, self._starts), (int(self._lengths.max()),) * 2
+        return _Flash.apply(q_NHE, k_NHE, v_NHE, starts, longest, False)
 
 
 class _Flash(torch.autograd.Function):
-    """A causal attention aligned at the end: query i of a segment sees its prefix and keys 0..i."""
+    """Attention within segments.
+
+    If it is causal, it is aligned at the end: query i of a segment sees its prefix and keys 0..i.
+    """
 
     @staticmethod
     def forward(
@@ -62,13 +88,14 @@ class _Flash(torch.autograd.Function):
         v_YKE: Tensor,
         starts: tuple[Tensor, Tensor],
         longest: tuple[int, int],
+        is_causal: bool,
     ) -> Tensor:
         outputs = torch.ops.aten._flash_attention_forward(
-            q_THE, k_YKE, v_YKE, *starts, *longest, 0.0, True, False
+            q_THE, k_YKE, v_YKE, *starts, *longest, 0.0, is_causal, False
         )
         o_THE, log_sum, seed, offset = outputs[:4]
         ctx.save_for_backward(q_THE, k_YKE, v_YKE, o_THE, log_sum, seed, offset, *starts)
-        ctx.longest = longest
+        ctx.longest, ctx.is_causal = longest, is_causal
         return o_THE
 
     @staticmethod
@@ -85,11 +112,11 @@ class _Flash(torch.autograd.Function):
             *starts,
             *ctx.longest,
             0.0,
-            True,
+            ctx.is_causal,
             seed,
             offset,
         )
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 def _starts(lengths_S: Tensor, device: torch.device) -> Tensor:

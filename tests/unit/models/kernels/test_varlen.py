@@ -5,8 +5,10 @@ accelerator (tests/gpu). Precisions that it lacks use the generic implementation
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.attention import PackedAttention
 from tandem.types import Segments
@@ -74,3 +76,14 @@ def test_full_precision_goes_the_generic_way(pack, varlen, device):
         q_THE, k_TKE, v_TKE = draw(segments, device, dtype=torch.float32)
         expected_THE = generic(layer, q_THE, k_TKE, v_TKE)
         assert torch.equal(attention(layer, q_THE, k_TKE, v_TKE), expected_THE)
+
+
+def test_full_precision_of_patches_goes_the_generic_way(varlen, device):
+    lengths = np.array([4, 2, 4, 1])
+    q_NHE, k_NHE, v_NHE = torch.randn(3, 11, 4, 8).to(device).unbind()
+    found = varlen.VarlenRunAttention(lengths, device)(q_NHE, k_NHE, v_NHE=v_NHE)
+    expected = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in run)).transpose(0, 1)
+        for run in zip(*(x.split(lengths.tolist()) for x in (q_NHE, k_NHE, v_NHE)), strict=True)
+    ]
+    torch.testing.assert_close(found.view(11, 4, 8), torch.cat(expected))
