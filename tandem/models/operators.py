@@ -264,7 +264,7 @@ def operators_for(platform: Platform) -> Operators:
     if platform.kernels == "torch":
         return TORCH
     try:
-        from tandem.models.kernels.operators import TRITON
+        from tandem.models.kernels.operators import TRITON, TRITON_AND_DENSE
     except ModuleNotFoundError as error:
         raise UserError(
             "trainer.device",
@@ -272,7 +272,7 @@ def operators_for(platform: Platform) -> Operators:
             rule=f"its kernels need triton ({error})",
             remedy="Install triton, or set trainer.device=cpu.",
         ) from error
-    return TRITON
+    return TRITON_AND_DENSE if platform.has_dense_attention() else TRITON
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -277,13 +277,13 @@ class _Block(nn.Module):
         operators: Operators,
     ) -> tuple[Tensor, Tensor]:
         """Return the stream and what is to be added to it, from those of the block before."""
-        h_ND, x_ND = _add_norm(self.norm1, x_ND, delta_ND, operators=operators)
+        h_ND, x_ND = _add_norm(self.norm1, x_ND, delta_ND=delta_ND, operators=operators)
         qkv_NME = self.attn["qkv"](h_ND).view(len(x_ND), 3 * self.num_heads, -1)
         turned, v_NHE = qkv_NME.split((2 * self.num_heads, self.num_heads), 1)
         turned = operators.rotate(turned, angles).to(turned.dtype)
         q_NHE, k_NHE = turned.chunk(2, 1)
         o_ND = self.attn["proj"](attend(q_NHE, k_NHE, v_NHE=v_NHE).flatten(1))
-        h_ND, x_ND = _add_norm(self.norm2, x_ND, o_ND, operators=operators)
+        h_ND, x_ND = _add_norm(self.norm2, x_ND, delta_ND=o_ND, operators=operators)
         if self.is_windowed:
             return x_ND, self._gated(h_ND, operators)
         inner = F.gelu(self.mlp["linear_fc1"](h_ND), approximate="tanh")
@@ -314,7 +314,7 @@ class _Merger(nn.Module):
 
     def forward(self, x_ND: Tensor, delta_ND: Tensor | None, *, operators: Operators) -> Tensor:
         if self.is_windowed:
-            h_ND, _ = _add_norm(self.ln_q, x_ND, delta_ND, operators=operators)
+            h_ND, _ = _add_norm(self.ln_q, x_ND, delta_ND=delta_ND, operators=operators)
             return self.mlp(h_ND.view(-1, self.wide))
         x_ND = x_ND if delta_ND is None else x_ND + delta_ND
         if self.norms_after:
@@ -325,7 +325,7 @@ class _Merger(nn.Module):
 
 
 def _add_norm(
-    norm: nn.Module, x_ND: Tensor, delta_ND: Tensor | None, *, operators: Operators
+    norm: nn.Module, x_ND: Tensor, *, delta_ND: Tensor | None, operators: Operators
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of the residual sum, and the sum."""
     if isinstance(norm, nn.RMSNorm):

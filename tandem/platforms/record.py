@@ -26,6 +26,11 @@ from tandem.platforms.names import ALIASES
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
+def no() -> bool:
+    """Return that a device lacks something."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """A platform: one family of accelerators. Records can be pickled and sent to other processes.
@@ -62,6 +67,8 @@ class Platform:
             device for None. The id does not depend on the index; "" if unknown.
         runs_megatron: whether the layers of megatron-core, which name their device, run on it.
         megatron_adaptor: the package with which they do; "" if they need none.
+        has_dense_attention: returns whether torch has an operator for this process's device that
+            computes one long segment in less time than flash attention of several lengths.
     """
 
     name: str
@@ -93,6 +100,7 @@ class Platform:
     device_uuid: Callable[[int | None], str]
     runs_megatron: bool = False
     megatron_adaptor: str = ""
+    has_dense_attention: Callable[[], bool] = no
 
     def is_available(self) -> bool:
         """Return whether this process can use the platform."""
@@ -142,10 +150,6 @@ def _yes() -> bool:
     return True
 
 
-def no() -> bool:
-    return False
-
-
 def _zero() -> int:
     return 0
 
@@ -172,6 +176,10 @@ def _cuda_bfloat16() -> bool:
 
 def _cuda_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _cuda_dense_attention() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0) and torch.backends.cudnn.is_available()
 
 
 def _cuda_memory() -> int:
@@ -249,4 +257,5 @@ CUDA = Platform(
     use_device=torch.cuda.set_device,
     device_uuid=partial(device_uuid, "cuda"),
     runs_megatron=True,
+    has_dense_attention=_cuda_dense_attention,
 )

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from tandem.models.attention import PackedAttention, RunAttention
 from tandem.models.kernels import dense
 from tandem.models.kernels.varlen import VarlenAttention, VarlenRunAttention
+from tandem.platforms.record import CUDA
 from tandem.types import Segments
 from tests.gpu.machine import Machine
 from tests.unit.models.tiny_models import pack_separate, pack_shared
@@ -87,13 +88,15 @@ def test_long_segments_equal_the_generic_back_end(machine: Machine, *, shared: b
         pytest.skip("cuDNN has no interpreted form")
     prompts, responses = ([1] * 300,), ([[1] * 3000, [1] * 4000],)
     segments = (pack_shared if shared else pack_separate)(prompts, responses).segments
-    if not dense.pieces_of(segments, machine.device):
-        pytest.skip("the device has no such kernels")
+    if not CUDA.has_dense_attention():
+        pytest.skip("the device has no such operator")
+    assert dense.pieces_of(segments)
     num_tokens = int(segments.length_S.sum())
     qkv_TME = torch.randn(num_tokens, 4 + 2 * 2, 128).to(machine.device, torch.bfloat16)
     inputs = list(qkv_TME.split((4, 2, 2), 1))
     grad_THE = torch.randn(num_tokens, 4, 128).to(machine.device, torch.bfloat16)
-    ours = run(VarlenAttention(segments, machine.device), inputs, grad_THE=grad_THE)
+    fused = VarlenAttention(segments, machine.device, has_dense_attention=True)
+    ours = run(fused, inputs, grad_THE=grad_THE)
     theirs = run(
         PackedAttention(segments, machine.device),
         [x.double() for x in inputs],

@@ -72,10 +72,8 @@ class Piece:
             total_YKE[self.before : self.before + self.prefix] += rows_MKE[: self.prefix]
 
 
-def pieces_of(segments: Segments, device: torch.device) -> tuple[Piece, ...]:
+def pieces_of(segments: Segments) -> tuple[Piece, ...]:
     """Return the segments if cuDNN computes them in less time than flash attention, else none."""
-    if not _has_kernels(device):
-        return ()
     own_S, prefix_S = segments.length_S.numpy(), segments.prefix_length_S.numpy()
     keys_S = own_S + prefix_S
     pairs = float(np.square(keys_S, dtype=np.float64).sum())
@@ -88,19 +86,13 @@ def pieces_of(segments: Segments, device: torch.device) -> tuple[Piece, ...]:
     return tuple(Piece(*row) for row in rows)
 
 
-def _has_kernels(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9 and torch.backends.cudnn.is_available()
-
-
 def can_attend(q_THE: Tensor) -> bool:
     """Return whether cuDNN computes attention of these queries."""
     head_dim, is_half = q_THE.shape[-1], q_THE.dtype in (torch.bfloat16, torch.float16)
     return is_half and head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
 
 
-def attend(q_THE: Tensor, k_YKE: Tensor, v_YKE: Tensor, *, pieces: tuple[Piece, ...]) -> Tensor:
+def attend(q_THE: Tensor, k_YKE: Tensor, *, v_YKE: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     """Return (T, H, E): attention within the segments and to their prefixes."""
     return _Dense.apply(q_THE, k_YKE, v_YKE, pieces)
 
@@ -114,7 +106,7 @@ class _Dense(torch.autograd.Function):
         saved: list[Tensor] = []
         for piece in pieces:
             inputs = (piece.queries(q_THE), piece.keys(k_YKE), piece.keys(v_YKE))
-            o_MHE, *others = forward(*inputs)
+            o_MHE, *others = forward(inputs)
             o_THE[piece.start : piece.start + piece.length] = piece.own(o_MHE)
             saved += others
         ctx.save_for_backward(q_THE, k_YKE, v_YKE, o_THE, *saved)
@@ -133,7 +125,7 @@ class _Dense(torch.autograd.Function):
             inputs = (piece.queries(q_THE), piece.keys(k_YKE), piece.keys(v_YKE))
             # The results of zero queries are not kept, and their gradients are zero.
             grad_MHE, o_MHE = piece.queries(grad_THE.contiguous()), piece.queries(o_THE)
-            grad_q_MHE, *grads = backward(grad_MHE, *inputs, o_MHE=o_MHE, others=other)
+            grad_q_MHE, *grads = backward(grad_MHE, inputs, o_MHE=o_MHE, others=other)
             grad_q_THE[piece.start : piece.start + piece.length] = piece.own(grad_q_MHE)
             for total, grad in zip(sums, grads, strict=True):
                 piece.add_keys(grad, total)
@@ -144,9 +136,9 @@ _NUM_OTHERS = 3
 """What ``forward`` returns beside the results: logarithms of sums, and two of dropout."""
 
 
-def forward(q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor) -> tuple[Tensor, ...]:
-    """Return causal attention (M, H, E) and what ``backward`` needs besides."""
-    rows, (q, k, v) = len(q_MHE), (x.transpose(0, 1)[None] for x in (q_MHE, k_MKE, v_MKE))
+def forward(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return causal attention (M, H, E) of queries, keys and values, and what is saved besides."""
+    rows, (q, k, v) = len(inputs[0]), (x.transpose(0, 1)[None] for x in inputs)
     outputs = torch.ops.aten._cudnn_attention_forward(
         q, k, v, None, None, None, rows, rows, True, 0.0, True, False
     )
@@ -155,20 +147,18 @@ def forward(q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor) -> tuple[Tensor, ...]:
 
 def backward(
     grad_MHE: Tensor,
-    q_MHE: Tensor,
-    k_MKE: Tensor,
-    v_MKE: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     *,
     o_MHE: Tensor,
     others: tuple[Tensor, ...],
 ) -> list[Tensor]:
-    """Return the gradients of queries, keys and values."""
-    tensors = (grad_MHE, q_MHE, k_MKE, v_MKE, o_MHE)
+    """Return the gradients of the inputs of ``forward``."""
+    tensors = (grad_MHE, *inputs, o_MHE)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(x.transpose(0, 1)[None] for x in tensors),
         *others,
         *(None, None, None),
-        *(len(q_MHE), len(q_MHE)),
+        *(len(o_MHE), len(o_MHE)),
         0.0,
         True,
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from tandem.models.kernels.experts import experts
 from tandem.models.kernels.gate import gate
@@ -28,3 +29,8 @@ TRITON = replace(
     experts=experts,
     quantized=TRITON_QUANTIZED,
 )
+
+TRITON_AND_DENSE = replace(
+    TRITON, packed_attention=partial(VarlenAttention, has_dense_attention=True)
+)
+"""Those of a device with ``Platform.has_dense_attention``."""

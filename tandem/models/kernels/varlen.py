@@ -32,11 +32,13 @@ _MAX_HEAD_DIM = 256
 class VarlenAttention:
     """The function ``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE`` of one packed batch."""
 
-    def __init__(self, segments: Segments, device: torch.device) -> None:
+    def __init__(
+        self, segments: Segments, device: torch.device, *, has_dense_attention: bool = False
+    ) -> None:
         self._segments = segments
         self._device = device
         self._generic: PackedAttention | None = None
-        self._pieces = dense.pieces_of(segments, device)
+        self._pieces = dense.pieces_of(segments) if has_dense_attention else ()
         keys_S = segments.prefix_length_S + segments.length_S
         self._starts = (_starts(segments.length_S, device), _starts(keys_S, device))
         self._longest = (int(segments.length_S.max()), int(keys_S.max()))
@@ -50,7 +52,7 @@ class VarlenAttention:
             self._generic = self._generic or PackedAttention(self._segments, self._device)
             return self._generic(layer, q_THE, k_TKE, v_TKE)
         if self._pieces and dense.can_attend(q_THE):
-            return dense.attend(q_THE, k_TKE, v_TKE, pieces=self._pieces)
+            return dense.attend(q_THE, k_TKE, v_YKE=v_TKE, pieces=self._pieces)
         if self._gather is not None:
             k_TKE, v_TKE = self._gather(k_TKE), self._gather(v_TKE)
         return _Flash.apply(q_THE, k_TKE, v_TKE, self._starts, self._longest, True)

@@ -6,12 +6,16 @@ stand in for them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.attention import PackedAttention
+from tandem.models.operators import operators_for
+from tandem.platforms.record import CPU as CPU_PLATFORM
 from tandem.types import Segments
 from tests.unit.models.tiny_models import pack_separate, pack_shared
 
@@ -22,9 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def dense(fused, monkeypatch):
-    """Return the module under test, as on a device that has the kernels."""
+    """Return the module under test, which pads to few rows."""
     module = pytest.importorskip("tandem.models.kernels.dense", reason="needs triton")
-    monkeypatch.setattr(module, "_has_kernels", lambda device: True)
     monkeypatch.setattr(module, "_MULTIPLE", 4)
     return module
 
@@ -36,12 +39,18 @@ def causal(q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor) -> Tensor:
     return o.transpose(0, 1)
 
 
-def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+def forward(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """The results, and three more."""
     return causal(*inputs), *(torch.tensor(float(i)) for i in range(3))
 
 
-def backward(grad: Tensor, *inputs: Tensor, o_MHE: Tensor, others: tuple[Tensor, ...]):
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    *,
+    o_MHE: Tensor,
+    others: tuple[Tensor, ...],
+):
     """The gradients, with a check of what else the call is given."""
     assert [float(other) for other in others] == [0.0, 1.0, 2.0]
     assert o_MHE.shape == inputs[0].shape
@@ -56,14 +65,14 @@ def test_results_and_gradients_are_those_of_the_generic_attention(pack, dense, m
     monkeypatch.setattr(dense, "forward", forward)
     monkeypatch.setattr(dense, "backward", backward)
     segments = pack(PROMPTS, RESPONSES).segments
-    pieces = dense.pieces_of(segments, CPU)
+    pieces = dense.pieces_of(segments)
     assert len(pieces) == len(segments.length_S)
     num_tokens = int(segments.length_S.sum())
     inputs = [torch.randn(num_tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     leaves = [x.requires_grad_() for x in inputs]
     generic = PackedAttention(segments, CPU)
     grad_THE = torch.randn(num_tokens, 4, 8, dtype=torch.float64)
-    found = dense.attend(*leaves, pieces=pieces)
+    found = dense.attend(*leaves[:2], v_YKE=leaves[2], pieces=pieces)
     expected = generic(0, *leaves)
     torch.testing.assert_close(found, expected)
     for our, their in zip(
@@ -92,12 +101,15 @@ def segments_of(*rows: tuple[int, int, int, int]) -> Segments:
     ],
 )
 def test_only_long_segments_with_short_prefixes_are_computed_so(rows, number, dense):
-    assert len(dense.pieces_of(segments_of(*rows), CPU)) == number
+    assert len(dense.pieces_of(segments_of(*rows))) == number
 
 
-def test_devices_without_the_kernels_have_no_pieces(fused):
-    module = pytest.importorskip("tandem.models.kernels.dense", reason="needs triton")
-    assert module.pieces_of(segments_of((0, 4096, 0, 0)), CPU) == ()
+def test_only_devices_with_the_operator_use_it(fused):
+    with_it = replace(CPU_PLATFORM, kernels="triton", has_dense_attention=lambda: True)
+    without = replace(CPU_PLATFORM, kernels="triton")
+    segments = segments_of((0, 4096, 0, 0))
+    assert operators_for(with_it).packed_attention(segments, CPU)._pieces
+    assert not operators_for(without).packed_attention(segments, CPU)._pieces
 
 
 @pytest.mark.parametrize(
