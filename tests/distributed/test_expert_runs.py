@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.commands import Command, run_command
+from tests.fakes.commands import Command, Conditions, run_command
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
@@ -71,7 +71,7 @@ def same_run(run: Path, other: Path) -> bool:
 
 
 def test_mo16_both_strategies_with_equal_sizes_compute_the_same(
-    material: Material, policy: Path, tmp_path: Path
+    material: Material, policy: Path, cluster: Conditions, tmp_path: Path
 ) -> None:
     words = {
         "fsdp": {"section": "fsdp_config", "sequence": "ulysses_sequence_parallel_size"},
@@ -80,7 +80,8 @@ def test_mo16_both_strategies_with_equal_sizes_compute_the_same(
     for strategy, names in words.items():
         keys = [f"{ACTOR}.strategy={strategy}", *(size.format(**names) for size in SIZES)]
         arguments = command(material, tmp_path / strategy, policy, keys=keys)
-        ended = run_command(arguments, folder=tmp_path / f"{strategy} output")
+        folder = tmp_path / f"{strategy} output"
+        ended = run_command(arguments, folder=folder, conditions=cluster)
         assert ended.code == 0, ended.stderr
     assert same_run(tmp_path / "megatron", tmp_path / "fsdp")
 
