@@ -18,7 +18,7 @@ from tests.fakes.patience import PATIENCE_S, until
 TELLING = """
 import json, os, sys
 facts = {"arguments": sys.argv[1:], "folder": os.getcwd(), "variable": os.environ["OF_A_TEST"]}
-facts |= {"pid": os.getpid(), "name": __name__}
+facts |= {"pid": os.getpid(), "name": __name__, "place": sys.path[0]}
 facts |= {"torch": "torch" in sys.modules, "ray": "ray" in sys.modules}
 print(json.dumps(facts), flush=True)
 sys.stdin.readline()
@@ -47,6 +47,7 @@ def test_a_forked_worker_runs_the_same_file_in_the_same_surroundings(tmp_path: P
     process, facts = start_worker(tmp_path)
     pid = facts.pop("pid")
     assert facts == {
+        "place": str(Path(f"{tmp_path}{interpreter.WORKER}").parent),
         "arguments": ["--one", "two words"],
         "folder": str(tmp_path),
         "variable": "yes",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from tandem.runtime.ray_node import start_head
+from tandem.runtime.ray_node import RayNode, RayNodeError, start_head
 from tests.fakes.commands import Conditions
 from tests.fakes.forking.server import start_forking
 
@@ -32,9 +32,16 @@ def shared_cluster() -> Iterator[Conditions]:
         patch.setattr(sys, "executable", forking.executable)
         for name, value in (_RAY | forking.environment).items():
             patch.setenv(name, value)
-        options = {"node_ip_address": "127.0.0.1", "num_cpus": NUM_CPUS}
-        node, address = start_head(options, role="local", token="")
+        node, address = _start()
     try:
         yield Conditions(environment=_RAY | {"RAY_ADDRESS": address})
     finally:
         node.close()
+
+
+def _start() -> tuple[RayNode, str]:
+    """Start the head; once more if it ends while it starts, as Ray does on a busy machine."""
+    options = {"node_ip_address": "127.0.0.1", "num_cpus": NUM_CPUS}
+    with suppress(RayNodeError):
+        return start_head(options, role="local", token="")
+    return start_head(options, role="local", token="")

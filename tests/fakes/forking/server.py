@@ -118,6 +118,7 @@ def _become_worker(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(said["environment"])
     sys.argv = said["arguments"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
     os._exit(0)
 
