@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
+    from tests.fakes.commands import Conditions
     from tests.fakes.tiny_run import Material
 
 pytest_plugins = ("tandem.testing.plugin",)
@@ -156,3 +157,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     from tests.fakes.tiny_run import write_material
 
     return write_material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Conditions]:
+    """Conditions of commands for which it is of no interest how their cluster starts and ends."""
+    from tests.fakes.forking.cluster import shared_cluster
+
+    with shared_cluster() as conditions:
+        yield conditions

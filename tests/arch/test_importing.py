@@ -16,6 +16,22 @@ from tests.arch.source import ROOT, in_folders, project_modules
 
 LIGHT_MODULES = ("tandem.config.schema.run", "tandem.config.schema.sft", "tandem.cli.main")
 HEAVY_PACKAGES = ("torch", "transformers", "pyarrow", "matplotlib", "tensorboard")
+SELDOM_USED = (
+    *("torch._dynamo", "torch._inductor", "triton"),
+    *("pyarrow", "tensorboard", "ray", "matplotlib", "pandas", "datasets", "math_verify", "peft"),
+)
+TRAINING_MODULES = {
+    "tandem.driver.train, tandem.driver.sft, tandem.cli.plan_here": (
+        *SELDOM_USED,
+        *("torch.distributed.fsdp", "torch.distributed.tensor", "sympy"),
+    ),
+    "tandem.workers.worker": (
+        *SELDOM_USED,
+        *("transformers", "tokenizers", "hydra", "omegaconf", "jinja2", "PIL", "huggingface_hub"),
+    ),
+}
+"""What a command or a worker of Ray imports before its first work, and what it does not need then:
+each of these takes between a tenth of a second and a second."""
 
 IMPORT_ALL = """
 import importlib, json, logging, os, signal, sys, threading
@@ -98,6 +114,14 @@ def test_light_modules_load_no_heavy_package(module: str) -> None:
     loaded = set(json.loads(run_python(code)))
     heavy = [package for package in HEAVY_PACKAGES if package in loaded]
     assert not heavy, f"importing {module} loads {heavy}"
+
+
+@pytest.mark.parametrize("modules", TRAINING_MODULES)
+def test_training_starts_without_what_it_seldom_uses(modules: str) -> None:
+    code = f"import sys, json, {modules}; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(run_python(code)))
+    unused = [package for package in TRAINING_MODULES[modules] if package in loaded]
+    assert not unused, f"importing {modules} loads {unused}"
 
 
 def test_a_step_of_an_optimizer_loads_no_compiler() -> None:

@@ -175,7 +175,8 @@ def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_
         "custom_reward_function.name=compute_score",
         "reward.timeout_s=100",
     )
-    command = Command(arguments, folder=tmp_path / "output")
+    conditions = Conditions(environment={MARK: str(run)})
+    command = Command(arguments, folder=tmp_path / "output", conditions=conditions)
     place = wait_for_place(command, run, "generate", rank=0)
     listeners = listening_addresses(command.pid)
     go.touch()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drivers as they are in earnest: processes that start a runtime, and objects for its workers.
 
-Run as ``python -m tests.distributed.ray_driver FUNCTION``. A driver reports by lines of JSON.
+A driver reports by lines of JSON.
 """
 
 from __future__ import annotations
@@ -239,7 +239,11 @@ def terminate_a_worker() -> int:
     return 0
 
 
-def main(function: str) -> int:
+def main(arguments: list[str]) -> int:
+    """Be the driver that the argument names, in an environment that nothing of Ray's is in."""
+    (function,) = arguments
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
     functions = (
         terminate_a_worker,
         be_refused_an_address,
@@ -256,7 +260,3 @@ def main(function: str) -> int:
     except (WorkerFailure, NodeFailure) as error:
         say(error=str(error))
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

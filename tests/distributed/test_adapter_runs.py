@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_training import largest_difference
-from tests.fakes.commands import run_command
+from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_run import Material, metrics_of, train_arguments
 
 ADAPTERS = (
@@ -32,12 +32,14 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def runs(material: Material, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(
+    material: Material, cluster: Conditions, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """The folder of a run at each place."""
     root = tmp_path_factory.mktemp("adapters")
     for place, keys in PLACES.items():
         arguments = train_arguments(material, root / place, *ADAPTERS, *keys)
-        ended = run_command(arguments, folder=root / f"{place}_output")
+        ended = run_command(arguments, folder=root / f"{place}_output", conditions=cluster)
         assert ended.code == 0, ended.stderr
     return {place: root / place for place in PLACES}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.fakes.commands import run_command
+from tests.fakes.commands import Conditions, run_command
 from tests.fakes.published_commands import RED_MOE_COMMAND, words_of
 from tests.fakes.tiny_experts import write_tiny_red_moe
 from tests.fakes.tiny_reward_model import write_random_judge
@@ -83,7 +83,7 @@ def smaller(word: str) -> str:
 
 
 def test_03_nobody_holds_a_reference_that_no_kl_asks_for_though_it_has_a_group(
-    material: Material, tmp_path: Path
+    material: Material, cluster: Conditions, tmp_path: Path
 ) -> None:
     """Also 14: validation alone trains nothing, is logged and ends well."""
     run = tmp_path / "run"
@@ -95,7 +95,8 @@ def test_03_nobody_holds_a_reference_that_no_kl_asks_for_though_it_has_a_group(
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.val_only=True",
     )
-    ended = run_command(train_arguments(material, run, *keys), folder=tmp_path)
+    arguments = train_arguments(material, run, *keys)
+    ended = run_command(arguments, folder=tmp_path, conditions=cluster)
     assert ended.code == 0, ended.stderr
     places = json.loads((run / "placement.json").read_text())
     assert [place["tasks"] for place in places] == [["logp", "actor-train"], ["generate"]]
@@ -141,7 +142,7 @@ def test_24_a_kl_penalty_in_the_reward_trains_three_steps_behind(
 
 
 def test_24_a_critic_and_kl_in_the_reward_take_asynchronous_steps(
-    material: Material, tmp_path: Path
+    material: Material, cluster: Conditions, tmp_path: Path
 ) -> None:
     """The critic on the trainer's devices, two of them, whatever else has devices of its own."""
     run = tmp_path / "run"
@@ -160,7 +161,8 @@ def test_24_a_critic_and_kl_in_the_reward_take_asynchronous_steps(
         "trainer.total_training_steps=3",
         "trainer.save_freq=3",
     )
-    ended = run_command(train_arguments(material, run, *keys), folder=tmp_path)
+    arguments = train_arguments(material, run, *keys)
+    ended = run_command(arguments, folder=tmp_path, conditions=cluster)
     assert ended.code == 0, ended.stderr
     rows = metrics_of(run)
     assert list(rows) == [1, 2, 3]
@@ -174,8 +176,8 @@ def test_24_a_critic_and_kl_in_the_reward_take_asynchronous_steps(
     assert run_command(export, folder=tmp_path).code == 0
     assert load_file(folder / "model.safetensors")["score.weight"].shape[0] == 1
 
-    again = (*keys, "trainer.total_training_steps=4")
-    assert run_command(train_arguments(material, run, *again), folder=tmp_path).code == 0
+    again = train_arguments(material, run, *keys, "trainer.total_training_steps=4")
+    assert run_command(again, folder=tmp_path, conditions=cluster).code == 0
     assert list(metrics_of(run)) == [1, 2, 3, 4]
 
 

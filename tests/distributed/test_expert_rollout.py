@@ -27,7 +27,7 @@ from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 from tests.distributed.spawn import run_ranks
 from tests.fakes import interpreted_triton
-from tests.fakes.commands import run_command
+from tests.fakes.commands import Conditions, run_command
 from tests.fakes.patience import LIMIT_S
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
@@ -230,7 +230,7 @@ BALANCE = ("actor/experts/max_over_mean",)
 
 
 def test_a_run_with_divided_experts_draws_and_learns_what_one_process_does(
-    material: Material, tmp_path: Path
+    material: Material, cluster: Conditions, tmp_path: Path
 ) -> None:
     policy = write_tiny_qwen3_moe(tmp_path / "policy")
     runs = {"alone": (), "divided": DIVIDED}
@@ -243,7 +243,7 @@ def test_a_run_with_divided_experts_draws_and_learns_what_one_process_does(
             "trainer.test_freq=2",
             *words,
         )
-        ended = run_command(arguments, folder=tmp_path)
+        ended = run_command(arguments, folder=tmp_path, conditions=cluster)
         assert ended.code == 0, ended.stderr
     alone, divided = (repeatable(metrics_of(tmp_path / name)) for name in runs)
     assert alone.keys() == divided.keys()

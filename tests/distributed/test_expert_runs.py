@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.commands import Command, run_command
+from tests.fakes.commands import Command, Conditions, run_command
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
@@ -54,15 +54,19 @@ def command(material: Material, run: Path, policy: Path, *, keys: Sequence[str])
     )
 
 
-def same_run(run: Path, other: Path) -> bool:
-    """Return whether metrics, rollouts, weights and moments of two runs are the same bit by bit."""
+def same_run(run: Path, other: Path, *, step: int = NUM_STEPS) -> bool:
+    """Return whether metrics, rollouts, weights and moments of two runs are the same bit by bit.
+
+    Args:
+        step: the last one.
+    """
     assert repeatable(metrics_of(run)) == repeatable(metrics_of(other))
     assert (run / "rollouts.jsonl").read_bytes() == (other / "rollouts.jsonl").read_bytes()
     ours, theirs = (
         {
             path.relative_to(folder): path.read_bytes()
             for pattern in ("*.safetensors", "*.pt", "*.distcp")
-            for path in (folder / f"global_step_{NUM_STEPS}" / "actor").rglob(pattern)
+            for path in (folder / f"global_step_{step}" / "actor").rglob(pattern)
         }
         for folder in (run, other)
     )
@@ -71,7 +75,7 @@ def same_run(run: Path, other: Path) -> bool:
 
 
 def test_mo16_both_strategies_with_equal_sizes_compute_the_same(
-    material: Material, policy: Path, tmp_path: Path
+    material: Material, policy: Path, cluster: Conditions, tmp_path: Path
 ) -> None:
     words = {
         "fsdp": {"section": "fsdp_config", "sequence": "ulysses_sequence_parallel_size"},
@@ -79,21 +83,24 @@ def test_mo16_both_strategies_with_equal_sizes_compute_the_same(
     }
     for strategy, names in words.items():
         keys = [f"{ACTOR}.strategy={strategy}", *(size.format(**names) for size in SIZES)]
+        keys += ["trainer.total_training_steps=2", "trainer.save_freq=2"]
         arguments = command(material, tmp_path / strategy, policy, keys=keys)
-        ended = run_command(arguments, folder=tmp_path / f"{strategy} output")
+        folder = tmp_path / f"{strategy} output"
+        ended = run_command(arguments, folder=folder, conditions=cluster)
         assert ended.code == 0, ended.stderr
-    assert same_run(tmp_path / "megatron", tmp_path / "fsdp")
+    assert same_run(tmp_path / "megatron", tmp_path / "fsdp", step=2)
 
 
 def test_mo13_a_killed_run_with_divided_experts_goes_on_as_if_it_had_not_been(
-    material: Material, policy: Path, tmp_path: Path
+    material: Material, policy: Path, cluster: Conditions, tmp_path: Path
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    ended = run_command(command(material, whole, policy, keys=DIVIDED), folder=tmp_path / "output")
+    arguments = command(material, whole, policy, keys=DIVIDED)
+    ended = run_command(arguments, folder=tmp_path / "output", conditions=cluster)
     assert ended.code == 0, ended.stderr
     arguments = command(material, run, policy, keys=DIVIDED)
     kill_after_a_save(arguments, run, tmp_path / "killed")
-    ended = run_command(arguments, folder=tmp_path / "resumed")
+    ended = run_command(arguments, folder=tmp_path / "resumed", conditions=cluster)
     assert ended.code == 0, ended.stderr
     assert "resumed from" in ended.stderr
     assert same_run(run, whole)

@@ -26,16 +26,17 @@ from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import WorkerFailure
 from tandem.runtime.ray import RayRuntime
 from tandem.runtime.token import own_token
-from tests.distributed.ray_driver import DEVICES, build_probe
+from tests.distributed.ray_driver import DEVICES, build_probe, main
+from tests.fakes.commands import Command, Conditions, start_server
 from tests.fakes.patience import LIMIT_S, PATIENCE_S
 
-ROOT = Path(__file__).resolve().parents[2]
 SLICE = ("4", "5", "6")
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[RayRuntime]:
     """Two trainers and a generator on three of a node's devices."""
+    start_server()  # without what follows in its environment
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(SLICE))
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -194,17 +195,11 @@ def test_ray_keeps_no_record_of_calls(groups: dict[str, WorkerGroup]) -> None:
     assert ray.timeline() == []
 
 
-def run_driver(function: str, **environment: str) -> subprocess.Popen[str]:
+def run_driver(folder: Path, function: str, **environment: str) -> Command:
     """A driver in a process of its own, quiet about everything but its reports."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.distributed.ray_driver", function],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(SLICE), **environment}
+    conditions = Conditions(environment=variables, own_session=True)
+    return Command([function], folder=folder / function, conditions=conditions, program=main)
 
 
 def wait_until_gone(pids: list[int], *, timeout_s: float) -> list[int]:
@@ -222,40 +217,39 @@ def wait_until_gone(pids: list[int], *, timeout_s: float) -> list[int]:
     return [pid for pid in pids if runs(pid)]
 
 
-def test_one_signal_ends_the_wait_for_nodes() -> None:
-    driver = run_driver("wait_for_a_node")
-    assert driver.stdout is not None
-    pids = json.loads(driver.stdout.readline())["pids"]
-    driver.send_signal(signal.SIGTERM)
-    assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
+def test_one_signal_ends_the_wait_for_nodes(tmp_path: Path) -> None:
+    driver = run_driver(tmp_path, "wait_for_a_node")
+    said = tmp_path / "wait_for_a_node/stdout.txt"
+    driver.wait_for(said, text="\n")
+    pids = json.loads(said.read_text().splitlines()[0])["pids"]
+    driver.signal(signal.SIGTERM)
+    assert driver.wait(PATIENCE_S).code == 128 + signal.SIGTERM
     assert len(pids) > 2
     assert not wait_until_gone(pids, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_a_lost_process_of_ray_is_named_without_a_traceback(name: str) -> None:
-    environment = {"TANDEM_TEST_KILLED": name}
-    driver = run_driver("lose_a_process", **environment)
-    stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
+def test_a_lost_process_of_ray_is_named_without_a_traceback(tmp_path: Path, name: str) -> None:
+    ended = run_driver(tmp_path, "lose_a_process", TANDEM_TEST_KILLED=name).wait(4 * LIMIT_S)
     wanted = f"Ray ended on the driver's node: its {name} was killed by SIGKILL"
-    assert (driver.returncode, json.loads(stdout)) == (1, {"error": wanted}), stderr
-    assert "Traceback" not in stderr and "Check failed" not in stderr
+    assert (ended.code, json.loads(ended.stdout)) == (1, {"error": wanted}), ended.stderr
+    assert "Traceback" not in ended.stderr and "Check failed" not in ended.stderr
 
 
-def test_a_worker_that_is_terminated_dies_at_once() -> None:
-    driver = run_driver("terminate_a_worker")
-    stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
-    said = json.loads(stdout)["error"]
-    assert driver.returncode == 1 and " died in hold_the_interpreter" in said, (said, stderr)
+def test_a_worker_that_is_terminated_dies_at_once(tmp_path: Path) -> None:
+    ended = run_driver(tmp_path, "terminate_a_worker").wait(4 * LIMIT_S)
+    said = json.loads(ended.stdout)["error"]
+    assert ended.code == 1 and " died in hold_the_interpreter" in said, (said, ended.stderr)
 
 
-def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> None:
-    drivers = [run_driver(f"be_refused_{what}") for what in ("an_address", "devices", "a_node")]
+def test_unreachable_address_missing_devices_and_missing_nodes_are_refused(tmp_path: Path) -> None:
+    what = ("an_address", "devices", "a_node")
+    drivers = [run_driver(tmp_path, f"be_refused_{one}") for one in what]
     said = []
     for driver in drivers:
-        stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
-        assert driver.returncode == 0, stderr
-        said.append(json.loads(stdout))
+        ended = driver.wait(4 * LIMIT_S)
+        assert ended.code == 0, ended.stderr
+        said.append(json.loads(ended.stdout))
     address, devices, nodes = said
     assert re.match(
         r"RAY_ADDRESS='127.0.0.1:\d+': no Ray cluster answers there. ", address["error"]
@@ -275,12 +269,12 @@ def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> 
 
 @pytest.mark.parametrize(("ray_init", "is_wanted"), [({}, False), ({"log_to_driver": True}, True)])
 def test_ray_starts_only_the_processes_that_are_needed(
-    ray_init: dict[str, bool], *, is_wanted: bool
+    tmp_path: Path, ray_init: dict[str, bool], *, is_wanted: bool
 ) -> None:
-    driver = run_driver("start_a_head", TANDEM_TEST_RAY_INIT=json.dumps(ray_init))
-    stdout, stderr = driver.communicate(timeout=4 * LIMIT_S)
-    assert driver.returncode == 0, stderr
-    said = json.loads(stdout)
+    driver = run_driver(tmp_path, "start_a_head", TANDEM_TEST_RAY_INIT=json.dumps(ray_init))
+    ended = driver.wait(4 * LIMIT_S)
+    assert ended.code == 0, ended.stderr
+    said = json.loads(ended.stdout)
     commands = said["commands"]
     assert said["modes"] == ["token", "token"]
     assert any("gcs_server" in command for command in commands)
@@ -290,9 +284,9 @@ def test_ray_starts_only_the_processes_that_are_needed(
 
 
 @pytest.mark.deep
-def test_a_process_uses_clusters_with_and_without_a_token_in_any_order() -> None:
+def test_a_process_uses_clusters_with_and_without_a_token_in_any_order(tmp_path: Path) -> None:
     order = "existing own existing"
-    driver = run_driver("use_clusters_in_turn", TANDEM_TEST_CLUSTERS=order)
-    stdout, stderr = driver.communicate(timeout=3 * PATIENCE_S)
-    assert driver.returncode == 0, stderr
-    assert json.loads(stdout) == {"modes": ["disabled", "token", "disabled"], "left": []}
+    driver = run_driver(tmp_path, "use_clusters_in_turn", TANDEM_TEST_CLUSTERS=order)
+    ended = driver.wait(3 * PATIENCE_S)
+    assert ended.code == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"modes": ["disabled", "token", "disabled"], "left": []}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tandem.engines.sharded_checkpoint import export_sharded
 from tests.distributed.test_training import largest_difference
-from tests.fakes.commands import run_command
+from tests.fakes.commands import Conditions, run_command
 from tests.fakes.seeing_files import RUN_KEYS, write_policy, write_rows
 from tests.fakes.tiny_run import metrics_of
 
@@ -34,23 +34,24 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(cluster: Conditions, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run at each place."""
     root = tmp_path_factory.mktemp("seeing")
     write_rows(write_policy(root / "model", "qwen3_vl") / "rows.parquet", 12)
     for place, keys in PLACES.items():
-        train(root, place, *keys)
+        train(root, place, *keys, cluster=cluster)
     return root
 
 
-def train(root: Path, place: str, *keys: str) -> None:
+def train(root: Path, place: str, *keys: str, cluster: Conditions) -> None:
     """Run the training into a folder, which must end well."""
     files = (
         f"actor_rollout_ref.model.path={root / 'model'}",
         f"data.train_files={root / 'model' / 'rows.parquet'}",
         f"trainer.default_local_dir={root / place}",
     )
-    ended = run_command(["train", *files, *KEYS, *keys], folder=root / f"{place}_out")
+    words = ["train", *files, *KEYS, *keys]
+    ended = run_command(words, folder=root / f"{place}_out", conditions=cluster)
     assert ended.code == 0, ended.stderr
 
 
@@ -78,10 +79,10 @@ def test_vl9_a_checkpoint_of_several_ranks_has_the_tower(root: Path) -> None:
         assert not kept - of_tower
 
 
-def test_vl13_an_asynchronous_run_is_resumed(root: Path) -> None:
+def test_vl13_an_asynchronous_run_is_resumed(root: Path, cluster: Conditions) -> None:
     """VL13: the second of its two steps is trained by another start, with the same results."""
     keys = (*PLACES["apart_frozen"], "trainer.save_freq=1")
-    train(root, "resumed", *keys, "trainer.total_training_steps=1")
-    train(root, "resumed", *keys)
+    train(root, "resumed", *keys, "trainer.total_training_steps=1", cluster=cluster)
+    train(root, "resumed", *keys, cluster=cluster)
     assert list(metrics_of(root / "resumed")) == [1, 2]
     assert largest_difference(root / "apart_frozen", root / "resumed") < 1e-5

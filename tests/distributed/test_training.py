@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.fakes.commands import run_command
+from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_policy import TINY, write_tiny_policy
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, sft_arguments, train_arguments
 
@@ -63,14 +63,16 @@ Run = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(
+    material: Material, cluster: Conditions, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """The folder of a run at one of ``PLACES``, made when it is first asked for."""
 
     @cache
     def run(place: str) -> Path:
         folder = tmp_path_factory.mktemp(place)
         arguments = train_arguments(material, folder / "run", *SETTINGS, *PLACES[place])
-        ended = run_command(arguments, folder=folder)
+        ended = run_command(arguments, folder=folder, conditions=cluster)
         assert ended.code == 0, ended.stderr
         return folder / "run"
 
@@ -96,7 +98,7 @@ def test_a_group_that_several_devices_generate_is_the_same(finished: Run) -> Non
 
 
 def test_tensor_parallel_ranks_and_stages_train_as_one_process_does(
-    material: Material, tmp_path: Path
+    material: Material, cluster: Conditions, tmp_path: Path
 ) -> None:
     """Two ranks train, and send their halves to a third that generates; MO11: two stages train,
     score and generate. The policy of the other tests has one head for keys, which cannot be
@@ -106,7 +108,8 @@ def test_tensor_parallel_ranks_and_stages_train_as_one_process_does(
     two_steps = ("trainer.total_training_steps=2", f"actor_rollout_ref.model.path={policy}")
     for place in ("one", "tensor", "stages"):
         arguments = train_arguments(material, tmp_path / place, *SETTINGS, *PLACES[place])
-        ended = run_command([*arguments, *two_steps], folder=tmp_path / f"{place}_output")
+        folder = tmp_path / f"{place}_output"
+        ended = run_command([*arguments, *two_steps], folder=folder, conditions=cluster)
         assert ended.code == 0, ended.stderr
     assert largest_difference(tmp_path / "one", tmp_path / "tensor") < 1e-5
     assert largest_difference(tmp_path / "one", tmp_path / "stages") < 1e-5
@@ -146,7 +149,7 @@ def test_01_each_task_runs_where_it_was_placed(finished: Run) -> None:
 
 
 def test_checkpoints_resume_on_other_numbers_of_ranks(
-    finished: Run, material: Material, tmp_path: Path
+    finished: Run, material: Material, cluster: Conditions, tmp_path: Path
 ) -> None:
     whole = finished("two")
     for place in ("one", "four"):
@@ -158,7 +161,8 @@ def test_checkpoints_resume_on_other_numbers_of_ranks(
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={whole / 'global_step_2'}",
         )
-        ended = run_command(arguments, folder=tmp_path / f"{place}_output")
+        folder = tmp_path / f"{place}_output"
+        ended = run_command(arguments, folder=folder, conditions=cluster)
         assert ended.code == 0, ended.stderr
         resumed, uninterrupted = metrics_of(tmp_path / place), metrics_of(whole)
         for step in (3, 4, 5):
@@ -182,10 +186,11 @@ def test_an_export_has_the_weights_of_every_placement(finished: Run, tmp_path: P
 
 
 def test_fine_tuning_does_not_depend_on_the_number_of_devices(
-    material: Material, tmp_path: Path
+    material: Material, cluster: Conditions, tmp_path: Path
 ) -> None:
     for place in ("one", "two"):
         arguments = sft_arguments(material, tmp_path / place, *PLACES[place])
-        ended = run_command(arguments, folder=tmp_path / f"{place}_output")
+        folder = tmp_path / f"{place}_output"
+        ended = run_command(arguments, folder=folder, conditions=cluster)
         assert ended.code == 0, ended.stderr
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-5

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import pytest
 
 from tests.chaos.processes import dying
+from tests.fakes.commands import Command, Conditions
 from tests.fakes.hosts import SUBNET, Hosts, NoNamespaces, two_hosts
 from tests.fakes.patience import LIMIT_S, PATIENCE_S
 from tests.fakes.tiny_run import (
@@ -31,11 +32,22 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def start(
-    hosts: Hosts, rank: int, command: Sequence[str], *, environment: Mapping[str, str] = NOTHING
-) -> subprocess.Popen[str]:
-    """Start the common command on one of the hosts."""
+    hosts: Hosts,
+    rank: int,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str] = NOTHING,
+) -> Command:
+    """Start the common command on one of the hosts, with a folder of its own for its output."""
+    variables = {**environment, **hosts.launch_variables(rank)}
+    conditions = Conditions(environment=variables, host=hosts.names[rank])
+    return Command(arguments, folder=folder / f"node_{rank}", conditions=conditions)
+
+
+def launch(hosts: Hosts, rank: int, command: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a module of another package on one of the hosts."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    inherited |= environment
     return subprocess.Popen(
         ["ip", "netns", "exec", hosts.names[rank], sys.executable, "-m", *command],
         cwd=ROOT,
@@ -56,9 +68,9 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(str(error))
 
 
-def train(material: Material, run: Path, *overrides: str) -> tuple[str, ...]:
+def train(material: Material, run: Path, *overrides: str) -> list[str]:
     """A run over both nodes, as each of them is told to make it."""
-    arguments = train_arguments(
+    return train_arguments(
         material,
         run,
         "trainer.nnodes=2",
@@ -68,7 +80,6 @@ def train(material: Material, run: Path, *overrides: str) -> tuple[str, ...]:
         "data.val_files=[]",
         *overrides,
     )
-    return ("tandem.cli.main", *arguments)
 
 
 def test_two_nodes_train_together_start_again_together_and_end_alike(
@@ -78,11 +89,12 @@ def test_two_nodes_train_together_start_again_together_and_end_alike(
     run = tmp_path / "run"
     keys = ("trainer.max_restarts=3", "trainer.save_freq=1")  # Ray may fail on a busy machine
     dies = dying("actor-train+generate", 1, "update", 3)
-    member = start(hosts, 1, train(material, run, *keys), environment=dies)
-    head = start(hosts, 0, train(material, run, *keys), environment=dies)
-    _, stderr = head.communicate(timeout=4 * LIMIT_S)
-    assert head.returncode == 0, stderr
-    assert member.wait(timeout=PATIENCE_S) == 0
+    arguments = train(material, run, *keys)
+    member = start(hosts, 1, arguments, folder=tmp_path, environment=dies)
+    head = start(hosts, 0, arguments, folder=tmp_path, environment=dies)
+    ended = head.wait(4 * LIMIT_S)
+    assert ended.code == 0, ended.stderr
+    assert member.wait(PATIENCE_S).code == 0
     restart = read_lines(run / "restarts.jsonl")[-1]
     assert restart["step"] == 3 and restart["continues_after"] == 2
     assert sorted(metrics_of(run)) == [1, 2, 3]
@@ -108,13 +120,13 @@ def test_torchrun_on_two_nodes_forms_the_cluster_itself(
     run = tmp_path / "run"
     arguments = sft_arguments(material, run, "trainer.device=cpu")[1:]
 
-    def launch(rank: int) -> subprocess.Popen[str]:
+    def launch_on(rank: int) -> subprocess.Popen[str]:
         size = ("--nnodes=2", "--nproc_per_node=1", f"--node_rank={rank}")
         meeting = (f"--master_addr={SUBNET}.1", "--master_port=29714")
         entry = ("-m", "tandem.trainer.fsdp_sft_trainer")
-        return start(hosts, rank, ("torch.distributed.run", *size, *meeting, *entry, *arguments))
+        return launch(hosts, rank, ("torch.distributed.run", *size, *meeting, *entry, *arguments))
 
-    nodes = [launch(0), launch(1)]
+    nodes = [launch_on(0), launch_on(1)]
     for node in nodes:
         _, stderr = node.communicate(timeout=240)
         assert node.returncode == 0, stderr
@@ -128,21 +140,18 @@ def test_losing_a_node_ends_the_training_with_its_name(
 ) -> None:
     run = tmp_path / "run"
     command = train(material, run, "trainer.total_training_steps=1000", "trainer.total_epochs=1000")
-    head, member = start(hosts, 0, command), start(hosts, 1, command)
-    deadline = time.monotonic() + 4 * LIMIT_S
-    while not (run / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline, "no step in time"
-        time.sleep(0.1)
+    head, member = (start(hosts, rank, command, folder=tmp_path) for rank in (0, 1))
+    head.wait_for(run / "metrics.jsonl")
     hosts.cut()
     cut_s = time.monotonic()
-    _, stderr = head.communicate(timeout=LIMIT_S)
+    ended = head.wait(LIMIT_S)
     assert time.monotonic() - cut_s < PATIENCE_S
-    assert head.returncode == 1
-    (line,) = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert ended.code == 1
+    (line,) = ended.errors
     by_ray = r"\S+ rank \d .*(node was lost|cannot be reached)"
     by_head = rf"node 1 \({SUBNET}\.2\) was lost: .* or the network to it is down"
     assert re.match(rf"error: step \d+: ({by_ray}|{by_head})", line), line
-    _, stderr = member.communicate(timeout=LIMIT_S)
-    assert member.returncode == 1
-    assert f"the first node ({SUBNET}.1:29713) vanished" in stderr
+    ended = member.wait(LIMIT_S)
+    assert ended.code == 1
+    assert f"the first node ({SUBNET}.1:29713) vanished" in ended.stderr
     assert all_gone(hosts)

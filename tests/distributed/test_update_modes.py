@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.commands import run_command
+from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -27,23 +28,33 @@ MODES = {
 }
 
 
-def _run(material: Material, folder: Path, *overrides: str) -> Path:
-    ended = run_command(train_arguments(material, folder / "run", *overrides), folder=folder)
-    assert ended.code == 0, ended.stderr
-    return folder / "run"
+Run = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def in_place(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train(material: Material, cluster: Conditions) -> Run:
+    """What runs a command into a folder, and returns the folder of the run."""
+
+    def run(folder: Path, *overrides: str) -> Path:
+        arguments = train_arguments(material, folder / "run", *overrides)
+        ended = run_command(arguments, folder=folder, conditions=cluster)
+        assert ended.code == 0, ended.stderr
+        return folder / "run"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def in_place(train: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that updates weights where they are."""
-    return _run(material, tmp_path_factory.mktemp("in_place"), *PLACES)
+    return train(tmp_path_factory.mktemp("in_place"), *PLACES)
 
 
 @pytest.mark.parametrize("mode", ["host", pytest.param("second copy", marks=pytest.mark.deep)])
 def test_16_a_run_computes_the_same_however_weights_move(
-    in_place: Path, material: Material, tmp_path: Path, mode: str
+    in_place: Path, train: Run, tmp_path: Path, mode: str
 ) -> None:
-    run = _run(material, tmp_path, *PLACES, *MODES[mode])
+    run = train(tmp_path, *PLACES, *MODES[mode])
     assert repeatable(metrics_of(run)) == repeatable(metrics_of(in_place))
     for file in sorted((in_place / "global_step_3/actor").glob("*.distcp")):
         assert (run / "global_step_3/actor" / file.name).read_bytes() == file.read_bytes()

@@ -2,7 +2,9 @@
 """``tandem`` commands as real processes, for tests that stop, starve or read them.
 
 Each process is forked from one that has imported torch already, so that it starts in a few
-hundredths of a second; what it runs is ``tandem.cli.main`` and nothing else.
+hundredths of a second; what it runs is ``tandem.cli.main`` and nothing else. So are the workers of
+Ray (``tests/fakes/forking``), unless the command has conditions: then it has fresh workers, which
+find the same conditions.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from tandem.cli.main import main
+from tests.fakes.forking.server import Forking, start_forking
 from tests.fakes.hosts import enter_host
 
 PRELOADED = (
@@ -76,18 +80,37 @@ class Ended:
         return [line for line in self.stderr.splitlines() if line.startswith("error:")]
 
 
+Program = Callable[[list[str]], int]
+
+
 class Command:
     """A running command. ``folder`` becomes its working directory and holds its output."""
 
     def __init__(
-        self, arguments: Sequence[str], *, folder: Path, conditions: Conditions | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        conditions: Conditions | None = None,
+        program: Program = main,
     ) -> None:
+        """Start it.
+
+        Args:
+            program: what takes the arguments and returns the exit code.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
         for path in self._outputs:  # an earlier command's, or of one that is killed before it opens
             path.write_text("")
         self._process: ForkServerProcess = _server().Process(
-            target=_run, args=(list(arguments), str(folder), conditions or Conditions())
+            target=_run,
+            args=(
+                partial(program, list(arguments)),
+                str(folder),
+                conditions or Conditions(),
+                start_forking() if conditions in (None, Conditions()) else None,
+            ),
         )
         self._process.start()
 
@@ -156,6 +179,13 @@ def check_refusal(ended: Ended, *parts: str) -> None:
         assert part in error
 
 
+def start_server() -> None:
+    """Start the process that commands are forked from. Its environment is the one of this moment,
+    or of the first command before it."""
+    _server()
+    forkserver.ensure_running()
+
+
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
@@ -163,9 +193,14 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _run(arguments: list[str], folder: str, conditions: Conditions) -> None:
+def _run(
+    body: Callable[[], int], folder: str, conditions: Conditions, forking: Forking | None
+) -> None:
     """The child's whole life."""
     os.chdir(folder)
+    if forking is not None:
+        sys.executable = forking.executable
+        os.environ.update(forking.environment)
     if conditions.host:
         enter_host(conditions.host)
     if conditions.own_session:
@@ -184,7 +219,7 @@ def _run(arguments: list[str], folder: str, conditions: Conditions) -> None:
         _die_at(conditions.die_at)
     if conditions.slow_paths:
         _slow_down(conditions.slow_paths)
-    sys.exit(main(arguments))
+    sys.exit(body())
 
 
 def _die_at(operation: int) -> None:
