@@ -36,6 +36,17 @@ OF_OTHER_MACHINES = (
 )
 """How the reasons begin for which a test is skipped with ``--must-run`` too."""
 LONGEST = (
+    "engines/test_parity.py",
+    "engines/test_quickstart.py",
+    "engines/test_sglang_run.py",
+    "engines/test_several_devices.py",
+    "engines/test_sglang_parity.py",
+    "engines/test_killed_workers.py",
+    "engines/test_published_commands.py",
+    "engines/test_sglang.py",
+    "engines/test_servers.py",
+    "engines/test_runs.py",
+    "engines/test_tensor_parallel.py",
     "distributed/test_ray.py",
     "distributed/test_two_nodes.py",
     "distributed/test_fsdp.py",

@@ -51,10 +51,19 @@ def _write_dense(folder: Path) -> Path:
     return write_tiny_policy(folder, size=replace(TINY, hidden=64))
 
 
-@pytest.mark.parametrize("write", [_write_dense, _write_experts], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(_write_dense, id="dense", marks=pytest.mark.deep),
+        pytest.param(_write_experts, id="experts"),
+    ],
+)
 def test_v12_a_run_with_vllm_is_that_of_the_native_engine(
     material: Material, tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
+    """The samples of a dense model are also compared in ``test_quickstart`` and, with updates, in
+    ``test_killed_workers``.
+    """
     policy = write(tmp_path / "policy")
     metrics: dict[str, dict[int, dict[str, float]]] = {}
     for engine in ("native", "vllm"):

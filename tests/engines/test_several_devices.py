@@ -41,15 +41,12 @@ SPLIT = (
     f"{ROLLOUT}.free_cache_engine=True",
     "trainer.n_gpus_per_node=2",
 )
-PLACES = {
-    "split over the devices of the trainer": SPLIT,
-    "apart from the trainer": (
-        f"{ROLLOUT}.name=vllm",
-        "trainer.n_gpus_per_node=2",
-        "trainer.separated_node_tasks=[[logp,actor-train],[generate]]",
-        "trainer.separated_node_ratios=[0.5,0.5]",
-    ),
-}
+APART = (
+    f"{ROLLOUT}.name=vllm",
+    "trainer.n_gpus_per_node=2",
+    "trainer.separated_node_tasks=[[logp,actor-train],[generate]]",
+    "trainer.separated_node_ratios=[0.5,0.5]",
+)
 
 STEP = 15
 """A step of vLLM within the first batch."""
@@ -75,24 +72,20 @@ def _arguments(material: Material, run: Path, policy: Path, *keys: str) -> list[
     return train_arguments(material, run, *arguments)
 
 
-@pytest.fixture(scope="module")
-def native(material: Material, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with the native engine, in one process."""
-    folder = tmp_path_factory.mktemp("native")
-    keys = (f"{ROLLOUT}.name=native",)
-    ended = run_command(_arguments(material, folder / "run", policy, *keys), folder=folder)
-    assert ended.code == 0, ended.stderr
-    return folder / "run"
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_v8_and_v2_a_run_over_two_devices_is_that_of_the_native_engine(
-    native: Path, material: Material, policy: Path, tmp_path: Path, place: str
+def test_v8_a_run_with_an_engine_over_two_devices_is_that_of_the_native_engine(
+    material: Material, policy: Path, tmp_path: Path
 ) -> None:
-    arguments = _arguments(material, tmp_path / "run", policy, *PLACES[place])
-    ended = run_command(arguments, folder=tmp_path)
+    """A run in which another process generates is in ``test_killed_workers``."""
+    native, run = tmp_path / "native/run", tmp_path / "run"
+    keys = (f"{ROLLOUT}.name=native",)
+    ended = run_command(_arguments(material, native, policy, *keys), folder=native.parent)
     assert ended.code == 0, ended.stderr
-    found = _check_run(tmp_path / "run", native)
+    ended = run_command(_arguments(material, run, policy, *SPLIT), folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    found, expected = metrics_of(run), metrics_of(native)
+    for step, row in repeatable(expected).items():
+        for metric, value in row.items():
+            assert found[step][metric] == pytest.approx(value, abs=1e-4), (step, metric)
     for step, row in found.items():
         if step > 0:
             assert row["training/rollout_logp_diff_max"] <= MAX_ERROR
@@ -117,29 +110,6 @@ def test_v9_a_killed_process_of_an_engine_ends_the_run_and_is_named(
     assert ended.code == 1
     (line,) = ended.errors
     assert f"{pool} rank 1 (host {place['host']}, pid {place['pid']}) died in advance" in line
-    assert none_left(mark)
-
-
-def test_v9_and_v11_workers_that_are_killed_and_that_hang_are_replaced(
-    native: Path, material: Material, policy: Path, tmp_path: Path
-) -> None:
-    """The first process with vLLM is killed within a batch, and a step of the second one hangs."""
-    mark, happened = uuid.uuid4().hex, tmp_path / "happened"
-    happened.mkdir()
-    steps = disturbing_steps(happened, "kill", "hang", number=STEP, limit_s=HANGS_S)
-    key = f"{ROLLOUT}.max_engine_restarts"
-    arguments = _arguments(
-        material, tmp_path / "run", policy, *PLACES["apart from the trainer"], f"{key}=8"
-    )
-    conditions = Conditions(environment=steps | {MARK: mark})
-    ended = run_command(arguments, folder=tmp_path, conditions=conditions)
-    assert ended.code == 0, ended.stderr
-    assert {file.name for file in happened.iterdir()} == {"0.kill", "1.hang"}
-    found = _check_run(tmp_path / "run", native)
-    assert sum(row.get("rollout/engine/num_restarts", 0) for row in found.values()) == 2
-    for number in (1, 2):
-        assert f"Another process takes its place ({number} of {key}=8)" in ended.stderr
-    assert "died in advance: vLLM: a step has not returned for" in ended.stderr
     assert none_left(mark)
 
 
@@ -175,7 +145,7 @@ def test_v9_no_worker_outlives_a_driver_that_is_killed_while_vllm_generates(
     happened.mkdir()
     steps = disturbing_steps(happened, "hang", number=STEP, limit_s=TIMEOUT_S)
     command = Command(
-        _arguments(material, tmp_path / "run", policy, *PLACES["apart from the trainer"]),
+        _arguments(material, tmp_path / "run", policy, *APART),
         folder=tmp_path,
         conditions=Conditions(environment=steps | {MARK: mark}),
     )
@@ -183,12 +153,3 @@ def test_v9_no_worker_outlives_a_driver_that_is_killed_while_vllm_generates(
     command.signal(signal.SIGKILL)
     assert command.wait().code == -signal.SIGKILL
     assert none_left(mark)
-
-
-def _check_run(run: Path, native: Path) -> dict[int, dict[str, float]]:
-    """Check that a run is that of the native engine, and return its metrics."""
-    found, expected = metrics_of(run), metrics_of(native)
-    for step, row in repeatable(expected).items():
-        for metric, value in row.items():
-            assert found[step][metric] == pytest.approx(value, abs=1e-4), (step, metric)
-    return found

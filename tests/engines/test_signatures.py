@@ -58,12 +58,21 @@ CALLED: Mapping[str, Sequence[str]] = {
         "destroy_model_parallel",
         "destroy_distributed_environment",
     ),
+    "model_executor/models/registry.py": (
+        "_ModelRegistry.register_model",
+        "_LazyRegisteredModel.load_model_cls",
+        "_RegisteredModel.load_model_cls",
+    ),
     "config/vllm.py": ("set_current_vllm_config",),
     "engine/arg_utils.py": ("EngineArgs.create_engine_config",),
 }
 """File of vLLM -> the functions that tandem calls or overrides."""
 SGLANG_CALLED: Mapping[str, Sequence[str]] = {
-    "srt/entrypoints/engine.py": ("Engine.__init__", "Engine.shutdown"),
+    "srt/entrypoints/engine.py": (
+        "Engine.__init__",
+        "Engine._launch_scheduler_processes",
+        "Engine.shutdown",
+    ),
     "srt/managers/tokenizer_manager.py": (
         "TokenizerManager.generate_request",
         "TokenizerManager.pause_generation",

@@ -10,6 +10,7 @@ of this process or of the scheduler ends all of them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import mmap
 import multiprocessing
@@ -47,11 +48,14 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     """Start SGLang's engine with the arguments of the first message, and answer calls."""
     channel = open_channel(channel_fd, lifeline_fd)
     first = json.loads(receive_first(channel))
+    gc.disable()  # SGLang's modules are a million objects and no garbage
     try:
         program = Program(channel, first)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError) as error:
         channel.sendall(encode_line({"error": first_line(error)}))
         return
+    gc.freeze()
+    gc.enable()
     threading.Thread(target=_end_with_schedulers, daemon=True).start()
     channel.sendall(encode_line({"result": program.describe()}))
     for message in receive_all(channel):
@@ -84,16 +88,12 @@ class Program:
         self._channel = channel
         _place_listener(first["folder"])
         register_sampler()
-        base = of_sglang("entrypoints.engine", "Engine")
-
-        class KeyedEngine(base):
-            run_scheduler_process_func = staticmethod(run_scheduler)
-
-        tempfile.tempdir = first["folder"]  # SGLang's sockets, until the first version
         arguments = first["arguments"]
+        engine_class = _engine_class(channel, forks=arguments["device"] == "cpu")
+        tempfile.tempdir = first["folder"]  # SGLang's sockets, until the first version
         if first["config"] is not None:
             arguments["model_path"] = _write_config(first["config"], first["folder"])
-        self._engine = KeyedEngine(**arguments, custom_weight_loader=[LOADER])
+        self._engine = engine_class(**arguments, custom_weight_loader=[LOADER])
         tempfile.tempdir = None
         self._manager: Any = self._engine.tokenizer_manager
         self._processor = of_sglang(
@@ -264,6 +264,29 @@ class Program:
         if time.monotonic() - self._last_beat > _BEAT_S:
             self._last_beat = time.monotonic()
             self._channel.sendall(encode_line({"beat": True}))
+
+
+def _engine_class(channel: socket.socket, *, forks: bool) -> Any:
+    """Return the class of SGLang's engine whose scheduler draws with tandem's sampler.
+
+    Args:
+        forks: whether the scheduler is forked from this process, which has imported SGLang. A fresh
+            interpreter imports it again. A process that may hold a device cannot be forked.
+    """
+    base = of_sglang("entrypoints.engine", "Engine")
+
+    class KeyedEngine(base):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            if forks:
+                # The parent learns of the end of this process by the end of the channel.
+                os.register_at_fork(after_in_child=channel.close)
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*args, **kwargs)
+
+    return KeyedEngine
 
 
 def _require_finished(facts: dict[str, Any], *, length: int) -> None:

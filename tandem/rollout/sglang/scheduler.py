@@ -10,6 +10,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -47,7 +48,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """
     distributed.init_process_group(store=HashStore(), rank=0, world_size=1)
     register_sampler()
-    of_sglang("managers.scheduler", "run_scheduler_process")(*args, **kwargs)
+    run = of_sglang("managers.scheduler", "run_scheduler_process")
+    gc.enable()
+    run(*args, **kwargs)
 
 
 def register_sampler() -> None:

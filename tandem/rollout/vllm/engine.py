@@ -35,7 +35,12 @@ from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
-from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
+from tandem.rollout.vllm.library import (
+    ENVIRONMENT,
+    of_vllm,
+    register_model,
+    undisturbed_process,
+)
 from tandem.rollout.vllm.ranks import Ranks
 from tandem.rollout.vllm.weights import LoadedModel, VllmSink
 from tandem.types import Completion, GenerationRequest, TokenIds
@@ -308,7 +313,7 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
             engine = _start(spec, streams, arguments=arguments, executor=ranks.executor_class())
     except EngineFailure:
         raise
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
         raise EngineFailure(f"vLLM cannot serve {spec.folder}: {first_line(error)}") from error
     return VllmRolloutEngine(spec, engine, streams=streams, ranks=ranks)
 
@@ -348,6 +353,7 @@ def _start(
         logits_processors=[processor],
         distributed_executor_backend=executor,
     )
+    register_model(Path(arguments["model"]))  # after vLLM's plug-ins, which may register others
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
     vllm_config = given.create_engine_config(usage)
     if vllm_config.use_v2_model_runner:

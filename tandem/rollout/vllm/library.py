@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,23 @@ def of_vllm(module: str, name: str) -> Any:
         module: the name of its module in vLLM, e.g. ``v1.engine.llm_engine``; "" for vLLM itself.
     """
     return getattr(import_module(f"vllm.{module}" if module else "vllm"), name)
+
+
+def register_model(folder: Path) -> None:
+    """Register the classes of the model in ``folder``, if it has a config.json.
+
+    vLLM knows classes by their names. It asks another process what such a class can do, which
+    imports vLLM again for that and takes ten seconds. It keeps the answers in a folder of the user,
+    which is empty on a new machine. A class that is registered itself is asked in this process.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    registry = of_vllm("model_executor.models.registry", "ModelRegistry")
+    for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or ():
+        known = registry.models.get(name)
+        if known is not None:
+            registry.register_model(name, known.load_model_cls())
 
 
 @contextmanager
