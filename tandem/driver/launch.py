@@ -385,7 +385,7 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     require_kernels(decoder, platform, key=f"{site.model.key}={str(model.path)!r}")
     require_decoder(rollout, decoder, model=str(model.path))
     require_quantization(rollout, decoder, platform=platform)
-    require_recording(rollout, decoder, platform=platform)
+    require_recording(rollout)
     require_divided_experts(rollout, decoder)
     require_recorded_scores(config, has_decoder=decoder is not None)
 
