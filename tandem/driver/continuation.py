@@ -36,8 +36,12 @@ def require_same_experiment(
         logger.warning("%s has no configuration to compare with this one", checkpoint.folder)
         return ()
     changes = changed_settings(config, earlier)
-    untrained = [change for change in changes if change.key in SAME_TRAINED]
-    if untrained and not trainer.val_only and _is_whole_and_sees(checkpoint):
+    untrained = [
+        change
+        for change in changes
+        if change.key in SAME_TRAINED and _has_what_is_frozen(checkpoint, key=change.key)
+    ]
+    if untrained and not trainer.val_only:
         raise UserError(
             untrained[0].key,
             rule=f"{checkpoint.folder} was trained with {untrained[0].before} and not with "
@@ -71,12 +75,14 @@ def require_same_experiment(
     return changes
 
 
-def _is_whole_and_sees(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint is of a model that sees, without adapters."""
+def _has_what_is_frozen(checkpoint: Checkpoint, *, key: str) -> bool:
+    """Return whether the checkpoint is of a whole model with the part that a key freezes."""
     file = checkpoint.folder / "actor" / "config.json"
-    return (
-        file.is_file() and vision_config(json.loads(file.read_text(encoding="utf-8"))) is not None
-    )
+    if not file.is_file():  # it has adapters only
+        return False
+    # A router is asked for only where there are experts: other models have been refused.
+    is_of_router = key == "actor_rollout_ref.actor.freeze_moe_router"
+    return is_of_router or vision_config(json.loads(file.read_text(encoding="utf-8"))) is not None
 
 
 def _listed(changes: Sequence[Change]) -> str:

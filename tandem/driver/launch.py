@@ -19,7 +19,7 @@ from tandem.config.check.device_rules import (
     require_division,
     require_whole_layers,
 )
-from tandem.config.check.expert_rules import require_recorded_scores
+from tandem.config.check.expert_rules import require_own_routers
 from tandem.config.check.mcore_rules import require_megatron_core
 from tandem.config.check.platform_rules import platform_key
 from tandem.config.check.read_conditions import ONE_PROCESS
@@ -385,9 +385,9 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     require_kernels(decoder, platform, key=f"{site.model.key}={str(model.path)!r}")
     require_decoder(rollout, decoder, model=str(model.path))
     require_quantization(rollout, decoder, platform=platform)
-    require_recording(rollout, decoder, platform=platform)
+    require_recording(rollout)
     require_divided_experts(rollout, decoder)
-    require_recorded_scores(config, has_decoder=decoder is not None)
+    require_own_routers(config, has_decoder=decoder is not None)
 
 
 def _with_memory_keys(

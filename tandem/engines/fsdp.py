@@ -41,7 +41,6 @@ from tandem.engines.steps import (
 from tandem.engines.streaming import StreamedStep, stream_steps
 from tandem.models.adapters import load_adapter, save_adapter
 from tandem.models.decoder import DecoderConfig
-from tandem.models.experts import is_fixed
 from tandem.models.hf import open_transformers_model
 from tandem.models.parallel import is_whole, slices_of_rows
 from tandem.models.weights import copy_companions, load_slices, write_config
@@ -264,7 +263,8 @@ class FsdpEngine:
         weights, adam, streamed = self._model.weights(), self._optimizer.alone, self._streamed
         if adam is not None and streamed is not None:
             rate = self._optimizer.rate_of(adam, rate_factor=rate_factor)
-            changed = {name: part for name, part in weights.items() if not is_fixed(name)}
+            is_changed = self._model.config.is_changed
+            changed = {name: part for name, part in weights.items() if is_changed(name)}
             for _ in streamed.parts(changed, gradients, rate=rate):
                 pass
         else:

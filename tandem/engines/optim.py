@@ -10,7 +10,7 @@ would couple them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,6 @@ from tandem.engines.shards import ShardMap
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.decoder import parameter_shapes
-from tandem.models.experts import is_fixed
 from tandem.models.file_tensors import file_tensors
 from tandem.models.language_model import LanguageModel
 from tandem.models.parallel import whole_config
@@ -72,7 +71,7 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
             total_steps=total_training_steps,
         ),
         total_steps=total_training_steps,
-        min_ratio=config.min_lr_ratio,
+        min_ratio=config.final_ratio,
         num_cycles=config.num_cycles,
     )
 
@@ -80,6 +79,11 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
 def warmup_steps(steps: int, ratio: float, *, total_steps: int) -> int:
     """Return ``steps`` if positive, else ``ratio`` of all steps, rounded down, as in verl."""
     return steps if steps > 0 else int(ratio * total_steps)
+
+
+def choose_changed(model: LanguageModel) -> Callable[[str], bool]:
+    """Return the function that tells whether an optimizer changes a parameter of ``model``."""
+    return (lambda _: True) if model.decoder is None else model.decoder.config.is_changed
 
 
 class PolicyOptimizer:
@@ -93,13 +97,15 @@ class PolicyOptimizer:
     """
 
     def __init__(self, model: LanguageModel, config: OptimConfig, *, shard_map: ShardMap) -> None:
+        is_changed = choose_changed(model)
         matrices = _matrices(model) if config.optimizer == "Muon" else []
+        matrices = [matrix for matrix in matrices if is_changed(matrix.owner)]
         owners = {matrix.owner for matrix in matrices}
         held = shard_map.regions
         decay = config.weight_decay
         self._name = config.optimizer
         first = "Adam" if config.optimizer == "Adam" else "AdamW"
-        changed = [name for name in shard_map.names if not is_fixed(name)]
+        changed = [name for name in shard_map.names if is_changed(name)]
         self.every_member = {first: [name for name in changed if name not in owners]}
         self._peak_rates = {first: config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {

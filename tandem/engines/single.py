@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.api import Loss, Scores
 from tandem.config.schema.optim import OptimConfig
@@ -31,14 +31,13 @@ from tandem.engines.checkpoint import (
     read_state,
 )
 from tandem.engines.offload import OffloadedParameters, on_device
-from tandem.engines.optim import PolicyOptimizer, make_schedule
+from tandem.engines.optim import PolicyOptimizer, choose_changed, make_schedule
 from tandem.engines.shards import unsharded_map
 from tandem.engines.steps import Totals, backward, clip, report_step, score
 from tandem.engines.streaming import StreamedStep, stream_steps
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import load_adapter
-from tandem.models.experts import is_fixed
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.weights import load_weights
 from tandem.types import LossScale, PackedBatch, UpdateReport
@@ -70,11 +69,13 @@ class SingleDeviceEngine:
         self._compute = model if compute is None else compute
         self._computed = list(trained_parameters(self._compute.module).values())
         self._weights = trained_parameters(model.module)
+        is_changed = choose_changed(model)
+        self._changed = {name: x for name, x in self._weights.items() if is_changed(name)}
         self._sums: dict[str, Tensor] = {}
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
             assert self._compute is not model, "the weights of the forward pass cannot be offloaded"
-            self._offloaded = OffloadedParameters(_changed(self._weights).values())
+            self._offloaded = OffloadedParameters(self._changed.values())
         self._device = self._compute.lm_head_weight.device
         self._shard_map = unsharded_map(self._weights)
         self._optimizer = PolicyOptimizer(model, config, shard_map=self._shard_map)
@@ -205,7 +206,7 @@ class SingleDeviceEngine:
         adam, streamed = self._optimizer.alone, self._streamed
         if adam is not None and streamed is not None:
             rate = self._optimizer.rate_of(adam, rate_factor=rate_factor)
-            for weights in streamed.parts(_changed(self._weights), gradients, rate=rate):
+            for weights in streamed.parts(self._changed, gradients, rate=rate):
                 self._update_compute_weights(weights)
             return
         with on_device(self._offloaded):
@@ -267,11 +268,6 @@ class ReferenceModel:
         """Return log-probs, or values, of the response tokens of each batch."""
         with on_device(self._offloaded):
             return [score(self._model, batch, temperature=temperature) for batch in batches]
-
-
-def _changed(weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the weights that an optimizer changes, in order."""
-    return {name: weight for name, weight in weights.items() if not is_fixed(name)}
 
 
 def _out_of_memory() -> UserError:

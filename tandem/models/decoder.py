@@ -27,7 +27,7 @@ from tandem.config.derived.experts import ExpertConfig
 from tandem.config.derived.latent import LatentConfig
 from tandem.config.derived.vision import VisionConfig
 from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
-from tandem.models.experts import Experts, is_fixed
+from tandem.models.experts import Experts, is_fixed, is_of_router
 from tandem.models.latent_attention import LatentProjections
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
@@ -97,6 +97,11 @@ class DecoderConfig:
     def is_unsharded(self, name: str) -> bool:
         """Return whether all ranks hold a parameter whole, because training never changes it."""
         return is_fixed(name) or (self.freezes_tower and is_of_tower(name))
+
+    def is_changed(self, name: str) -> bool:
+        """Return whether an optimizer changes a parameter."""
+        freezes_router = self.experts is not None and self.experts.freezes_router
+        return not is_fixed(name) and not (freezes_router and is_of_router(name))
 
     def experts_at(self, index: int) -> ExpertConfig | None:
         """Return the experts of a layer; None if its feed-forward is dense."""

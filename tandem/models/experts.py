@@ -9,6 +9,8 @@ expert.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -53,16 +55,19 @@ class Experts(nn.Module):
             operators: those of the decoder.
             choose: the function from the router's choice to the experts that compute.
         """
+        router_ED, shared_gate = self.router, self.shared_gate
+        if self.config.freezes_router:
+            router_ED, shared_gate = _without_gradient(router_ED), _without_gradient(shared_gate)
         expert_TK, weight_TK = operators.route(
-            h_TD, self.router, config=self.config, correction_E=self.correction, choose=choose
+            h_TD, router_ED, config=self.config, correction_E=self.correction, choose=choose
         )
         y_TD = self.routed(h_TD, operators, expert_TK=expert_TK, weight_TK=weight_TK)
         if self.shared_gate_up is None or self.shared_down is None:
             return y_TD
         gated_TS = operators.gate(F.linear(h_TD, self.shared_gate_up))
         shared_TD = F.linear(gated_TS, self.shared_down)
-        if self.shared_gate is not None:
-            shared_TD = shared_TD * F.linear(h_TD, self.shared_gate).sigmoid()
+        if shared_gate is not None:
+            shared_TD = shared_TD * F.linear(h_TD, shared_gate).sigmoid()
         return y_TD + shared_TD
 
 
@@ -97,9 +102,25 @@ def is_fixed(name: str) -> bool:
     return name.endswith(_CORRECTION)
 
 
+def is_of_router(name: str) -> bool:
+    """Return whether a parameter of a decoder decides how much an expert counts for a token."""
+    return name.endswith((".router", ".shared_gate"))
+
+
 def is_of_all_experts(name: str) -> bool:
     """Return whether a parameter of a decoder has the matrices of all experts of a layer."""
     return name.endswith((".routed.gate_up", ".routed.down"))
+
+
+@overload
+def _without_gradient(weight: Tensor) -> Tensor: ...
+@overload
+def _without_gradient(weight: Tensor | None) -> Tensor | None: ...
+def _without_gradient(weight: Tensor | None) -> Tensor | None:
+    """Return the same values, whose gradient is 0: engines expect a gradient of each weight."""
+    if weight is None or not torch.is_grad_enabled():
+        return weight
+    return weight.detach() + 0 * weight
 
 
 def _parameter(rows: int, columns: int) -> nn.Parameter:

@@ -183,6 +183,15 @@ def freeze_tower(folder: ModelFolder) -> ModelFolder:
     return replace(folder, decoder_config=frozen)
 
 
+def freeze_router(folder: ModelFolder) -> ModelFolder:
+    """Return a checked folder whose routers are not trained; other models are returned."""
+    config = folder.decoder_config
+    if config is None or config.experts is None:
+        return folder
+    frozen = replace(config, experts=replace(config.experts, freezes_router=True))
+    return replace(folder, decoder_config=frozen)
+
+
 def require_same_adapters(saved: Path, model: ModelFolder, *, key: str) -> None:
     """Raise UserError unless a checkpoint has the adapters of ``model``, trained on its base.
 

@@ -72,6 +72,10 @@ class PlainParameters:
         """Return False: every rank holds some of the rows of each parameter."""
         return False
 
+    def is_changed(self, name: str) -> bool:
+        """Return True: an optimizer changes each parameter."""
+        return True
+
 
 Architecture = DecoderConfig | PlainParameters
 """What says which tensors a model has."""

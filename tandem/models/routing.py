@@ -30,6 +30,12 @@ def expert_layers(config: ExpertConfig, num_layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(num_layers) if index not in config.dense_layers)
 
 
+def empty_routes(config: ExpertConfig, num_layers: int, *, device: torch.device) -> Tensor:
+    """Return a tensor (L, K) of the type of the routes of a token, without values."""
+    size = (len(expert_layers(config, num_layers)), config.num_chosen)
+    return torch.empty(size, dtype=route_dtype(config), device=device)
+
+
 class RecordedRoutes:
     """A ``Routing`` that keeps the routers' choices."""
 

@@ -208,14 +208,8 @@ def require_quantization(
     raise UserError(KEY, config.quantization, rule=rule, remedy=f"Leave out {KEY}.")
 
 
-def require_recording(
-    config: RolloutConfig, decoder: DecoderConfig | None, *, platform: Platform
-) -> None:
-    """Raise UserError if routes are to be recorded by an engine that does not record them.
-
-    Args:
-        decoder: None for a model that transformers computes.
-    """
+def require_recording(config: RolloutConfig) -> None:
+    """Raise UserError if routes are to be recorded by an engine that does not record them."""
     if not config.enable_rollout_routing_replay:
         return
     key, name = "actor_rollout_ref.rollout.enable_rollout_routing_replay", config.name
@@ -224,10 +218,6 @@ def require_recording(
         rule = f"rollout.name={name} does not record the experts of tokens"
         remedy = f"Set actor_rollout_ref.rollout.name=native, or leave out {keys}."
         raise UserError(key, True, rule=rule, remedy=remedy)
-    is_dense = platform.kernels == "torch" if decoder is None else _is_dense(decoder, platform)
-    if not is_dense:
-        rule = f"the engine for {platform.name} does not record the experts of tokens yet"
-        raise UserError(key, True, rule=rule, remedy=f"Leave out {keys}.")
 
 
 def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None) -> None:

@@ -58,6 +58,7 @@ def policy_spec(config: RunConfig | SftConfig, placement: Placement, *, task: st
         adapters=adapters,
         adapter_seed=seed,
         freezes_tower=trained.freezes_tower and task not in (CRITIC, REWARD_MODEL),
+        freezes_router=trained.freezes_router and task not in (CRITIC, REWARD_MODEL),
     )
 
 

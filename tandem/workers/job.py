@@ -30,6 +30,7 @@ class PolicySpec:
         adapters: the adapters that are trained instead of the weights; None trains all weights.
         adapter_seed: the seed of the adapters' initial values.
         freezes_tower: whether the vision tower of a model that sees is not trained.
+        freezes_router: whether the routers of a model with experts are not trained.
     """
 
     model: ModelConfig
@@ -42,6 +43,7 @@ class PolicySpec:
     adapters: Adapters | None = None
     adapter_seed: int = 0
     freezes_tower: bool = False
+    freezes_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)

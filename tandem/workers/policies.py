@@ -20,6 +20,7 @@ from tandem.models.folder import (
     check_folder,
     check_reward_folder,
     fill_adapters,
+    freeze_router,
     freeze_tower,
     open_part,
 )
@@ -57,6 +58,8 @@ def policy_folder(spec: PolicySpec, *, fetches_weights: bool = True) -> ModelFol
         )
         if spec.freezes_tower:
             folder = freeze_tower(folder)
+        if spec.freezes_router:
+            folder = freeze_router(folder)
         if spec.adapters is None:
             return folder
         return adapt_folder(folder, spec.adapters, seed=spec.adapter_seed)

@@ -69,6 +69,39 @@ def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
     assert any(".experts." in name for name in changed) and any("mlp.gate" in x for x in changed)
 
 
+def test_mo7_r3_with_the_engine_of_accelerators_trains_as_with_the_dense_one(
+    material: Material, policy: Path, tmp_path: Path
+) -> None:
+    """Its kernels are interpreted. Two optimizer steps on a batch: the second router has moved."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    found = []
+    for number, name in enumerate(("native", "tests.fakes.paged_on_cpu:build")):
+        run = tmp_path / str(number)
+        words = train_arguments(
+            material,
+            run,
+            f"actor_rollout_ref.model.path={policy}",
+            f"actor_rollout_ref.rollout.name={name}",
+            "data.train_batch_size=2",
+            "data.max_response_length=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.rollout.seed=7",  # no draw is within rounding of two tokens
+            "trainer.total_training_steps=1",
+            "trainer.val_before_train=False",
+            "trainer.test_freq=-1",
+            *R3,
+        )
+        ended = run_command(words, folder=tmp_path)
+        assert ended.code == 0, ended.stderr
+        found.append(metrics_of(run))
+    dense, paged = (metrics[1] for metrics in found)
+    assert paged["training/rollout_probs_diff_max"] < 1e-5
+    assert 0.4 < paged["actor/router/replay_overlap"] < 1
+    for metric in ("actor/router/replay_overlap", "actor/experts/max_over_mean"):
+        assert paged[metric] == pytest.approx(dense[metric], rel=1e-6)
+
+
 @pytest.mark.parametrize(("mode", "keys"), [("R3", R3), ("R2", R2)])
 def test_mo8_a_dense_model_has_nothing_to_replay(
     mode: str, keys: tuple[str, ...], material: Material, tmp_path: Path

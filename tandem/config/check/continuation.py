@@ -37,9 +37,14 @@ ANOTHER_EXPERIMENT = frozenset(
 )
 """The keys that say what is optimized. A run that changes one of them is another experiment."""
 
-SAME_TRAINED = frozenset({"actor_rollout_ref.actor.freeze_vision_tower"})
-"""The keys that say which weights of a model that sees are trained. Its optimizer has the state of
-these weights only, so that no run can go on with another value."""
+SAME_TRAINED = frozenset(
+    {
+        "actor_rollout_ref.actor.freeze_vision_tower",
+        "actor_rollout_ref.actor.freeze_moe_router",
+    }
+)
+"""The keys that say which weights of a model are trained. Its optimizer has the state of these
+weights only, so that no run can go on with another value."""
 
 _KEYS_OF_A_START = frozenset(
     {

@@ -17,6 +17,7 @@ ROLLOUT_KEY = "actor_rollout_ref.rollout.expert_parallel_size"
 """The number of devices over which generation divides experts."""
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_FREEZES = "actor_rollout_ref.actor.freeze_moe_router"
 _BYPASSES = "algorithm.rollout_correction.bypass_mode"
 _ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 
@@ -84,6 +85,7 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
         raise UserError(key, value, rule=rule, remedy=f"Leave out {key}.")
     if sizes.experts is None:
         _require_no_replay(config)
+        _require_no_frozen_router(config)
         return
     adapted = () if adapters is None else adapters.modules(sizes.num_layers, sees=False)
     if adapters is not None and any(".mlp." in name for name in adapted):
@@ -116,8 +118,13 @@ def _require_rollout_division(config: RunConfig, sizes: ModelSizes) -> None:
         raise UserError(ROLLOUT_KEY, size, rule=rule, remedy=f"Set {ROLLOUT_KEY}={largest}.")
 
 
-def require_recorded_scores(config: RunConfig, *, has_decoder: bool) -> None:
-    """Raise UserError if a model that transformers' code computes is to record its routes."""
+def require_own_routers(config: RunConfig, *, has_decoder: bool) -> None:
+    """Raise UserError if a model that transformers' code computes is to record its routes, or to
+    leave its routers as they are.
+    """
+    if config.actor_rollout_ref.actor.freeze_moe_router and not has_decoder:
+        rule = "transformers' code computes this model, and trains all of its weights"
+        raise UserError(_FREEZES, True, rule=rule, remedy=f"Leave out {_FREEZES}.")
     mode = config.actor_rollout_ref.actor.router_replay.mode
     if mode != "disabled" and not has_decoder:
         rule = "transformers' code computes this model, and does not record or replay its experts"
@@ -164,6 +171,12 @@ def expert_division_error(
         rule = f"times {other}={times} {rule}"
         remedy = f"Set {key}={largest} and {other}=1."
     return UserError(key, config.expert_model_parallel_size, rule=rule, remedy=remedy)
+
+
+def _require_no_frozen_router(config: RunConfig | SftConfig) -> None:
+    if isinstance(config, RunConfig) and config.actor_rollout_ref.actor.freeze_moe_router:
+        rule = "the model has no experts, so there is no router to freeze"
+        raise UserError(_FREEZES, True, rule=rule, remedy=f"Leave out {_FREEZES}.")
 
 
 def _require_no_replay(config: RunConfig | SftConfig) -> None:

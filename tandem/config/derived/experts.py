@@ -60,6 +60,8 @@ class ExpertConfig:
         has_shared_gate: whether its output is multiplied by a sigmoid.
         num_ignored_layers: the number of layers in the files behind the last one, which predict
             further tokens and are not loaded.
+        freezes_router: whether training leaves the routers, and the gates of shared experts, as
+            they are.
     """
 
     num_experts: int
@@ -77,6 +79,8 @@ class ExpertConfig:
     shared_inner: int = 0
     has_shared_gate: bool = False
     num_ignored_layers: int = 0
+    # Not in ``repr`` either: it is a key of the run, and no fact of the model.
+    freezes_router: bool = field(default=False, repr=False)
 
 
 def is_expert_family(model_type: str | None) -> bool:

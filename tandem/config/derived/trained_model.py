@@ -56,6 +56,7 @@ class TrainedModel:
             use the one of ``actor-train``.
         timeout_s: the timeout of collectives.
         freezes_tower: whether the vision tower of a model that sees is not trained.
+        freezes_router: whether the routers of a model with experts are not trained.
     """
 
     config: ModelConfig
@@ -67,6 +68,7 @@ class TrainedModel:
     of_task: Mapping[str, ModelOfTask]
     timeout_s: float
     freezes_tower: bool = False
+    freezes_router: bool = False
 
     @property
     def adapters(self) -> Adapters | None:
@@ -121,6 +123,7 @@ def trained_model(config: RunConfig | SftConfig) -> TrainedModel:
         },
         timeout_s=roles.nccl_timeout,
         freezes_tower=actor.freeze_vision_tower,
+        freezes_router=actor.freeze_moe_router,
     )
 
 

@@ -268,6 +268,11 @@ class ActorConfig(BaseModel):
         description="Train the decoder of a model that sees, and not its vision tower. No effect "
         "on models of text.",
     )
+    freeze_moe_router: bool = Field(
+        default=False,
+        description="Train a model with experts, and neither its routers nor the gates of shared "
+        "experts.",
+    )
     load_weight: bool = Field(
         default=True,
         description="Load the weights of the model. False: initialize them at random.",

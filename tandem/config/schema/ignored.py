@@ -108,7 +108,7 @@ _MODEL: Table = {
 _OPTIM: Table = {
     **_unset(
         _OTHER_ENGINE,
-        "lr_decay_steps min_lr lr_wsd_decay_steps lr_wsd_decay_style "
+        "lr_decay_steps lr_wsd_decay_steps lr_wsd_decay_style "
         "exp_avg_dtype exp_avg_sq_dtype main_grads_dtype master_weight_dtype master_weights "
         "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
         "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps "

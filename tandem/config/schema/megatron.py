@@ -28,6 +28,7 @@ STAGE_KEYS = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
+_FREEZE = "override_mcore_model_config.moe_config.freeze_moe_router"
 _SAME = {
     "param_offload": "param_offload",
     "optimizer_offload": "optimizer_offload",
@@ -49,6 +50,11 @@ SPELLINGS: Mapping[str, str] = {
         for name, key in _SAME.items()
     },
     "actor_rollout_ref.actor.megatron.load_weight": "actor_rollout_ref.actor.load_weight",
+    f"actor_rollout_ref.actor.megatron.{_FREEZE}": "actor_rollout_ref.actor.freeze_moe_router",
+    **{
+        f"{section}.lr_decay_style": f"{section}.lr_scheduler_type"
+        for section in ("actor_rollout_ref.actor.optim", "critic.optim")
+    },
 }
 """Spelling -> key, if ``strategy=megatron``."""
 
@@ -169,12 +175,12 @@ _REFUSED: Mapping[str, Unbuilt] = {
         "Name a Hugging Face folder in actor_rollout_ref.model.path.",
     ),
     "qat.enable": Unbuilt("quantization-aware training"),
-    "override_mcore_model_config.moe_config.freeze_moe_router": Unbuilt(
-        "a frozen router", (False, None)
-    ),
     **{f"{OVERRIDES}.{name}": row for name, row in _REFUSED_OVERRIDES.items()},
 }
 
+_FROZEN = Unbuilt("a frozen router of another model than the policy", (False, None))
+_OF_ACTOR: Table = {_FREEZE: (False, _UNREAD)}
+"""The key that is read in the section of the actor only."""
 _OF_POLICY: Table = {
     **_all(
         "only the policy's choices are replayed",
@@ -190,12 +196,14 @@ _LOADED = {
 MEGATRON_IGNORED: Table = {
     f"{section}.{name}": row
     for section in _LAYOUTS
-    for name, row in {**_KEYS, **({} if ".actor." in section else _OF_POLICY)}.items()
+    for name, row in {**_KEYS, **(_OF_ACTOR if ".actor." in section else _OF_POLICY)}.items()
 } | _LOADED
 """The keys without effect, of all models; those of ``SPELLINGS`` have one if their strategy is
 chosen."""
 MEGATRON_UNBUILT: Mapping[str, Unbuilt] = {
-    f"{section}.{name}": row for section in _LAYOUTS for name, row in _REFUSED.items()
+    f"{section}.{name}": row
+    for section in _LAYOUTS
+    for name, row in {**_REFUSED, **({} if ".actor." in section else {_FREEZE: _FROZEN})}.items()
 }
 
 

@@ -83,9 +83,24 @@ class OptimConfig(BaseModel):
         description="Final learning rate of the cosine schedule, as a share of the peak.",
         json_schema_extra=read_if("lr_scheduler_type=cosine"),
     )
+    min_lr: float = Field(
+        default=0.0,
+        ge=0,
+        description="Final learning rate of the cosine schedule. The larger of this and "
+        "min_lr_ratio times the peak is taken; matrices that Muon updates have the same ratio.",
+        json_schema_extra=read_if("lr_scheduler_type=cosine"),
+    )
     num_cycles: float = Field(
         default=0.5,
         gt=0,
         description="Number of periods of the cosine; 0.5: it falls once.",
         json_schema_extra=read_if("lr_scheduler_type=cosine"),
     )
+
+    @property
+    def final_ratio(self) -> float:
+        """The final learning rate of the cosine, as a share of the peak: min_lr / lr, at most 1, or
+        min_lr_ratio if that is larger.
+        """
+        absolute = min(1.0, self.min_lr / self.lr) if self.lr > 0 else 0.0
+        return max(self.min_lr_ratio, absolute)

@@ -76,7 +76,12 @@ _OPTIM_SECTION = {
     "lr_decay_style": Unbuilt(
         "a schedule of the learning rate by Megatron's keys",
         ("constant", None),
-        "Set lr_scheduler_type=cosine and min_lr_ratio in the same section.",
+        "Set lr_scheduler_type=cosine and min_lr in the same section.",
+    ),
+    "lr_decay_steps": Unbuilt(
+        "a learning rate that has fallen before the run ends",
+        (None,),
+        "Leave it out, and the rate falls over the whole run.",
     ),
     "lr_warmup_init": Unbuilt("a warm-up that does not begin at 0", (0, None)),
     "weight_decay_incr_style": Unbuilt("a weight decay that changes", ("constant", None)),

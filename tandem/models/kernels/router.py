@@ -3,8 +3,8 @@
 """A Triton kernel: the router of experts in generation, from its product to the weights.
 
 torch's operators take ten launches for it. They compute training and scoring, whose choices must be
-the same, and groups of experts, and choices that are recorded or replaced. Among equal scores the
-first expert is chosen.
+the same, groups of experts, and choices that are replaced. Among equal scores the first expert is
+chosen.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token.
 """
@@ -35,7 +35,7 @@ def route(
     """See ``router.route``."""
     num_tokens, hidden = h_TD.shape
     generates = torch.is_inference_mode_enabled() and h_TD.dtype != torch.float64
-    is_plain = config.num_groups == 1 and choose is None and h_TD.dtype == router_ED.dtype
+    is_plain = config.num_groups == 1 and h_TD.dtype == router_ED.dtype
     if not generates or not is_plain:
         return router.route(
             h_TD, router_ED, config=config, correction_E=correction_E, choose=choose
@@ -66,7 +66,15 @@ def route(
             num_warps=4,
             num_stages=4,
         )
-    return expert_TK, weight_TK
+    if choose is None or (chosen_TK := choose(expert_TK)) is expert_TK:  # only recorded
+        return expert_TK, weight_TK
+    return router.route(
+        h_TD,
+        router_ED,
+        config=config,
+        correction_E=correction_E,
+        choose=lambda _: chosen_TK,
+    )
 
 
 @triton.jit

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.api import Capacity, EngineFacts
-from tandem.config.derived.experts import ExpertConfig
 from tandem.models.decoder import Decoder
-from tandem.models.routing import RecordedRoutes, expert_layers, route_dtype
+from tandem.models.routing import RecordedRoutes
 from tandem.pictures import total_shift
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
@@ -33,6 +32,7 @@ from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
 from tandem.rollout.native.scheduler import Admission, Removal, Row, Scheduler
 from tandem.rollout.native.shelf import Shelf
 from tandem.rollout.packing import cost_of, in_passes, pack
+from tandem.rollout.recording import recorder_of, routes_like
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig, Substitute
 from tandem.types import Completion, GenerationRequest, TokenIds
@@ -77,7 +77,7 @@ class NativeRolloutEngine:
         self._config = config
         self._device = shape.device
         self._experts = decoder.config.experts if config.records_routes else None
-        self._cache = RowCache(shape, _empty_routes(decoder) if config.records_routes else None)
+        self._cache = RowCache(shape, routes_like(decoder) if config.records_routes else None)
         max_tokens = config.max_cache_bytes // shape.bytes_per_token
         self._scheduler = Scheduler(config.limits, max_cache_tokens=max_tokens)
         self._shelf = Shelf()
@@ -234,7 +234,7 @@ class NativeRolloutEngine:
         zeros = [0] * len(prompts)
         pictures = self._scheduler.pictures_of(prompts)
         packed = pack(prompts, zeros, prefix_starts=zeros, device=self._device, pictures=pictures)
-        attention, recorder = PrefillAttention(packed), _recorder(self._experts)
+        attention, recorder = PrefillAttention(packed), recorder_of(self._experts)
         h_PD = self._compute(attention, recorder).index_select(0, packed.last_S)
         logits_PV = F.linear(h_PD, self._decoder.lm_head_weight)
         states = attention.states()
@@ -381,7 +381,7 @@ class NativeRolloutEngine:
         if self._substitute is not None:
             h_BD = self._substitute(token_B, position_B, attention)
         else:
-            recorder = _recorder(self._experts)
+            recorder = recorder_of(self._experts)
             h_BD = self._decoder(token_B, position_B, attention, routing=recorder)
             if recorder is not None:
                 cache.routes_RCLX[:num_rows, column - cache.first_column] = recorder.routes()
@@ -477,20 +477,6 @@ def _places(runs: Sequence[Sequence[int]]) -> tuple[slice, ...]:
     """Return the slice of each run when all are packed."""
     stops = list(accumulate(len(run) for run in runs))
     return tuple(slice(stop - len(run), stop) for run, stop in zip(runs, stops, strict=True))
-
-
-def _recorder(experts: ExpertConfig | None) -> RecordedRoutes | None:
-    return None if experts is None else RecordedRoutes(experts)
-
-
-def _empty_routes(decoder: Decoder) -> Tensor | None:
-    """Return a tensor like the routes of a token; None for a model without experts."""
-    experts = decoder.config.experts
-    if experts is None:
-        return None
-    layers = expert_layers(experts, decoder.config.num_layers)
-    size, device = (len(layers), experts.num_chosen), decoder.lm_head_weight.device
-    return torch.empty(size, dtype=route_dtype(experts), device=device)
 
 
 def _completion(

@@ -5,7 +5,8 @@ Everything is allocated once and changed in place, because captured graphs refer
 decides who owns which page.
 
 Shapes: R rows, L layers, P tokens of a page, N pages of a block table, K key/value heads, H query
-heads, E head dimension, S programs of attention per key/value head, W tokens of a window.
+heads, E head dimension, S programs of attention per key/value head, W tokens of a window. Of
+routes, L layers with experts, X experts of a token.
 """
 
 from __future__ import annotations
@@ -121,30 +122,46 @@ class RowState:
 class Window:
     """The inputs and outputs of the steps between two reads by the host, (R, W) each.
 
-    ``eos_ids`` (int64) are the tokens that end a response.
+    ``eos_ids`` (int64) are the tokens that end a response. ``routes_BWLX`` has the experts of the
+    token that was fed before each draw of a step; it is None if they are not recorded.
     """
 
     uniform_BW: Tensor
     token_BW: Tensor
     logp_BW: Tensor
     eos_ids: Tensor
+    routes_BWLX: Tensor | None = None
 
     @classmethod
     def allocate(
-        cls, num_rows: int, num_tokens: int, *, eos_ids: tuple[int, ...], device: torch.device
+        cls,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        eos_ids: tuple[int, ...],
+        device: torch.device,
+        routes_LX: Tensor | None = None,
     ) -> Window:
-        """Allocate zeros."""
+        """Allocate zeros. ``routes_LX`` has the shape and type of a token's routes."""
         size = (num_rows, num_tokens)
         return cls(
             torch.zeros(size, device=device),
             torch.zeros(size, dtype=torch.int64, device=device),
             torch.zeros(size, device=device),
             torch.tensor(eos_ids, dtype=torch.int64, device=device),
+            None if routes_LX is None else routes_LX.new_zeros((*size, *routes_LX.shape)),
         )
 
     def rows(self, rows: slice) -> Window:
         """Return views of some rows."""
-        return Window(self.uniform_BW[rows], self.token_BW[rows], self.logp_BW[rows], self.eos_ids)
+        routes_BWLX = None if self.routes_BWLX is None else self.routes_BWLX[rows]
+        return Window(
+            self.uniform_BW[rows],
+            self.token_BW[rows],
+            self.logp_BW[rows],
+            self.eos_ids,
+            routes_BWLX,
+        )
 
 
 @dataclass(frozen=True, slots=True)

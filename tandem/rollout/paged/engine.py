@@ -7,8 +7,8 @@ reads the previous one, which keeps the device busy. A sequence that has ended t
 the batch for up to one more window. Tokens depend on weights, prompt, sampling parameters and
 (seed, sample id), up to rounding of logits, and not on the batch.
 
-Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
-of a block table.
+Shapes: B running rows, n rows entering, P prompts, T packed tokens, t tokens of a run, W tokens of
+a window, N pages of a block table, L layers with experts, X experts of a token.
 """
 
 from __future__ import annotations
@@ -36,11 +36,32 @@ from tandem.rollout.paged.prefill import PrefillAttention
 from tandem.rollout.paged.rounds import Round, Rounds
 from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep, batch_sizes
+from tandem.rollout.recording import recorder_of, routes_like
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
 
 WINDOW_TOKENS = 8
 """Steps between two reads by the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PassRoutes:
+    """The runs of a prefill pass, and a copy of the experts of its tokens on the host."""
+
+    entries: tuple[Entry, ...]
+    routes_TLX: Tensor
+
+    def record(self) -> None:
+        """Give each sequence the routes of its run, once the copy is complete."""
+        stop = 0
+        for entry in self.entries:
+            start, stop = stop, stop + len(entry.run.token_ids)
+            routes_tLX = self.routes_TLX[start:stop].numpy()
+            if entry.run.start == 0:
+                first = entry.sequences[0]
+                first.routes.shared.routes_tLX = routes_tLX[: len(first.prompt_ids)].copy()
+            for sequence in entry.sequences:
+                sequence.routes.record(routes_tLX, start=entry.run.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +71,9 @@ class _Flight:
     Attributes:
         rows: its rows, in the order of the device.
         num_launched: the most tokens that each row may draw in it.
-        numbers, token_BW, logp_BW: copies on the host, which are complete after ``event``.
+        numbers, token_BW, logp_BW, routes_BWLX: copies on the host, which are complete after
+            ``event``. There are no routes if they are not recorded.
+        passes: the routes of the prefill passes before its steps.
     """
 
     rows: tuple[Running, ...]
@@ -58,6 +81,8 @@ class _Flight:
     numbers: Tensor
     token_BW: Tensor
     logp_BW: Tensor
+    routes_BWLX: Tensor | None
+    passes: tuple[_PassRoutes, ...]
     event: torch.Event | None
 
 
@@ -112,6 +137,8 @@ class PagedRolloutEngine:
         self.capacity = Capacity(config.max_num_seqs, max_pages * page_tokens)
         self._store: PageStore | None = None
         self._step: DecodeStep | None = None
+        self._experts = decoder.config.experts if config.records_routes else None
+        self._passes: list[_PassRoutes] = []
         self._flight: _Flight | None = None
         self._slots: dict[int, int] = {}
         self._pins = self._device.type != "cpu"
@@ -299,6 +326,7 @@ class PagedRolloutEngine:
                 WINDOW_TOKENS + 1,
                 eos_ids=config.eos_ids,
                 device=self._device,
+                routes_LX=routes_like(self._decoder) if config.records_routes else None,
             )
             size = (config.max_num_seqs, table_pages)
             self._step = DecodeStep(
@@ -372,13 +400,15 @@ class PagedRolloutEngine:
             store,
             make_attention=self._decoder.operators.packed_attention,
         )
-        packed = attention.packed
-        compute = self._quantized or self._decoder
-        if packed.view is not None:
-            token_T, position_T = packed.token_T, packed.position_T
-            h_TD = self._decoder(token_T, position_T, attention, view=packed.view)
+        packed, recorder = attention.packed, recorder_of(self._experts)
+        token_T, position_T, view = packed.token_T, packed.position_T, packed.view
+        if self._quantized is not None and view is None:
+            h_TD = self._quantized(token_T, position_T, attention)
         else:
-            h_TD = compute(packed.token_T, packed.position_T, attention)
+            h_TD = self._decoder(token_T, position_T, attention, view=view, routing=recorder)
+        if recorder is not None:
+            routes_TLX = self._copied(recorder.routes())
+            self._passes.append(_PassRoutes(tuple(entries), routes_TLX))
         store.copy_tails([copy for entry in entries for copy in entry.tail_copies])
         self.num_prefilled_tokens += len(h_TD)
         return h_TD.index_select(0, packed.last_S)
@@ -388,18 +418,30 @@ class PagedRolloutEngine:
         num_rows = len(rows)
         for row, count in zip(rows, launched, strict=True):
             row.num_launched += count
-        sources = (step.state.numbers, step.window.token_BW, step.window.logp_BW)
-        copies = [
-            torch.empty_like(source[:num_rows], device="cpu", pin_memory=self._pins).copy_(
-                source[:num_rows], non_blocking=True
-            )
-            for source in sources
-        ]
+        window = step.window.rows(slice(num_rows))
+        numbers = self._copied(step.state.numbers[:num_rows])
+        token_BW, logp_BW = self._copied(window.token_BW), self._copied(window.logp_BW)
+        routes_BWLX = None if window.routes_BWLX is None else self._copied(window.routes_BWLX)
+        passes, self._passes = tuple(self._passes), []
         event = None
         if self._pins:
             event = torch.Event(self._device)
             event.record()
-        return _Flight(tuple(rows), tuple(launched), copies[0], copies[1], copies[2], event)
+        return _Flight(
+            tuple(rows),
+            tuple(launched),
+            numbers,
+            token_BW,
+            logp_BW,
+            routes_BWLX,
+            passes,
+            event,
+        )
+
+    def _copied(self, source: Tensor) -> Tensor:
+        """Queue a copy to the host, and return it."""
+        copy = torch.empty_like(source, device="cpu", pin_memory=self._pins)
+        return copy.copy_(source, non_blocking=True)
 
     def _collect(self, flight: _Flight) -> list[Completion]:
         """Read a window. Return the completions of the rows that ended in it."""
@@ -408,12 +450,17 @@ class PagedRolloutEngine:
         counts = flight.numbers[:, RowState.COUNT].tolist()
         active = flight.numbers[:, RowState.ACTIVE].tolist()
         tokens, log_probs = flight.token_BW.tolist(), flight.logp_BW.tolist()
+        for one in flight.passes:
+            one.record()
         finished: list[Running] = []
         for index, row in enumerate(flight.rows):
             row.num_launched -= flight.num_launched[index]
             if not row.pages:
                 continue  # it had ended in the window before
             count = counts[index]
+            if flight.routes_BWLX is not None:
+                newest = len(row.prompt_ids) + len(row.token_ids) - 1
+                row.routes.record(flight.routes_BWLX[index, :count].numpy(), start=newest)
             row.extend(
                 tokens[index][:count], log_probs[index][:count], version=self._weights_version
             )
@@ -430,6 +477,7 @@ class PagedRolloutEngine:
             log_probs=row.log_probs,
             eos_ids=() if row.sampling.ignore_eos else self._config.eos_ids,
             versions=row.version_starts,
+            routes=None if self._experts is None else row.routes.joined(),
         )
 
 

@@ -12,16 +12,21 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from tandem.rollout.paged.pages import PagePool
 from tandem.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The tokens of a sample whose keys are stored, and their pages in order."""
+    """The tokens of a sample whose keys are stored, their pages in order, and their routes, if
+    those are recorded.
+    """
 
     token_ids: TokenIds
     pages: tuple[int, ...]
+    routes_tLX: np.ndarray | None = None
 
     def begins(self, prompt: TokenIds) -> bool:
         """Return whether a prompt goes on from these tokens."""
@@ -54,10 +59,10 @@ class Parking:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def put(self, sample_id: int, token_ids: TokenIds, *, pages: tuple[int, ...]) -> None:
+    def put(self, sample_id: int, parked: Parked) -> None:
         """Keep the pages of a sample, which it owns."""
         self.forget((sample_id,))
-        self._parked[sample_id] = Parked(token_ids, pages)
+        self._parked[sample_id] = parked
 
     def find(self, sample_id: int, prompt: TokenIds) -> Parked | None:
         """Return what is parked of a sample, if its prompt goes on from that."""

@@ -22,6 +22,7 @@ from tandem.rollout.packing import cost_of, in_passes
 from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
 from tandem.rollout.paged.pages import PagePool
 from tandem.rollout.paged.parking import Parked, Parking
+from tandem.rollout.recording import SampleRoutes, SharedRoutes
 from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, SamplingParams, TokenIds
 
@@ -37,6 +38,7 @@ class Running:
         pages: the pages that it owns, in order.
         holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
+        routes: the experts of its tokens, as far as the host has read them.
         first_index, continues, pictures: as in ``GenerationRequest``. A sample with pictures
             leaves no pages for further turns.
     """
@@ -51,6 +53,7 @@ class Running:
     pages: list[int] = field(default_factory=list[int])
     holders: list[Running] = field(default_factory=list["Running"], repr=False)
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    routes: SampleRoutes = field(default_factory=SampleRoutes, repr=False)
     first_index: int = 0
     continues: bool = False
     pictures: tuple[Picture, ...] = ()
@@ -189,6 +192,7 @@ class PagedScheduler:
     def _unit(self, request: GenerationRequest) -> tuple[Running, ...]:
         """Return the waiting sequences of a request, which share their holders."""
         holders: list[Running] = []
+        shared = SharedRoutes()
         return tuple(
             Running(
                 sample_id,
@@ -196,6 +200,7 @@ class PagedScheduler:
                 request.sampling,
                 self._page_tokens,
                 holders=holders,
+                routes=SampleRoutes(shared),
                 first_index=request.first_index,
                 continues=request.continues and not request.pictures,
                 pictures=request.pictures,
@@ -282,7 +287,8 @@ class PagedScheduler:
         token_ids = (*sequence.prompt_ids, *sequence.token_ids)[:-1]
         num_pages = self._pages_for(len(token_ids))
         pages, sequence.pages = sequence.pages[:num_pages], sequence.pages[num_pages:]
-        self.parking.put(sequence.sample_id, token_ids, pages=tuple(pages))
+        routes = sequence.routes.joined() if sequence.routes.num_tokens else None
+        self.parking.put(sequence.sample_id, Parked(token_ids, tuple(pages), routes))
 
     def _parked_of(self, unit: tuple[Running, ...]) -> Parked | None:
         """Return the pages from which waiting sequences can go on, if there are any."""
@@ -347,6 +353,7 @@ class PagedScheduler:
             return None
         self._waiting.popleft()
         parked = self.parking.take(sequence.sample_id)
+        sequence.routes.shared.routes_tLX = parked.routes_tLX
         sequence.pages = [*parked.pages, *self._pool.take(own)]
         sequence.holders.append(sequence)
         self.rows.append(sequence)

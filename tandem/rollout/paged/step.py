@@ -29,6 +29,7 @@ from tandem.rollout.paged.cache import (
 )
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 from tandem.rollout.paged.kernels.sampling import draw_next
+from tandem.rollout.recording import recorder_of
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -64,6 +65,21 @@ class _Buffers:
     window: Window
     row_R: Tensor
 
+    def _compute(self, numbers: Tensor, position_B: Tensor, *, attention: _PageAttention) -> Tensor:
+        """Return hidden states (B, D), and record the experts of the tokens, if they are asked for.
+
+        They stand where the draw that follows writes its token.
+        """
+        token_B, routes_RWLX = numbers[:, RowState.TOKEN], self.window.routes_BWLX
+        if routes_RWLX is None:
+            return self.compute(token_B, position_B, attention)
+        recorder = recorder_of(self.decoder.config.experts)
+        assert recorder is not None, "only a model with experts has routes"
+        h_BD = self.decoder(token_B, position_B, attention, routing=recorder)
+        row_B = torch.arange(len(token_B), device=token_B.device)
+        routes_RWLX[row_B, numbers[:, RowState.COUNT]] = recorder.routes()
+        return h_BD
+
     def logits(self, h_BD: Tensor) -> Tensor:
         """Return logits (B, V), fp32."""
         return self.decoder.operators.logits(h_BD, self.decoder.lm_head_weight)
@@ -78,7 +94,7 @@ class _Buffers:
             position_B = position_B + numbers[:, RowState.SHIFT]
         attention = _PageAttention(store, rows)
         with equal_rows(self.decoder):
-            h_BD = self.compute(numbers[:, RowState.TOKEN], position_B, attention)
+            h_BD = self._compute(numbers, position_B, attention=attention)
         logits_BV = self.logits(h_BD)
         draw_next(
             logits_BV,

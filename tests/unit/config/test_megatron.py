@@ -56,12 +56,12 @@ def test_mo16_the_strategies_resolve_to_one_layout() -> None:
     assert found["actor_rollout_ref"]["ref"]["fsdp_config"]["ulysses_sequence_parallel_size"] == 2
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if ".megatron." in name])
 def test_mo15_a_key_of_the_layout_is_read_with_its_strategy_only(spelling: str) -> None:
     value = {"dtype": "float32", "load_weight": "False", "backend": "mcore"}.get(
         spelling.rpartition(".")[2]
     )
-    value = value or ("True" if spelling.endswith("offload") else "2")
+    value = value or ("True" if spelling.endswith(("offload", "router")) else "2")
     read = load(STRATEGY, f"{spelling}={value}")
     assert read.set_keys[SPELLINGS[spelling]] == spelling and read.warnings == ()
     name = SPELLINGS[spelling]
@@ -69,6 +69,38 @@ def test_mo15_a_key_of_the_layout_is_read_with_its_strategy_only(spelling: str) 
     unread = load(f"{spelling}={value}")
     assert ignored_keys(unread)[spelling].endswith("strategy=megatron")
     assert unread.config == RunConfig()
+
+
+def test_mo15_the_learning_rate_of_megatrons_keys_is_that_of_tandems() -> None:
+    optim = f"{ACTOR}.optim"
+    rates = (f"{optim}.lr=2e-6", f"{optim}.lr_warmup_steps=5", f"{optim}.min_lr=5e-7")
+    theirs = load(
+        STRATEGY,
+        *rates,
+        f"{optim}.lr_decay_style=cosine",
+        f"{optim}.lr_warmup_init=0",
+        f"{optim}.lr_decay_steps=null",
+        f"{optim}.weight_decay_incr_style=constant",
+    )
+    ours = load(*rates, f"{optim}.lr_scheduler_type=cosine")
+    found = theirs.config.actor_rollout_ref.actor.optim
+    assert found == ours.config.actor_rollout_ref.actor.optim and found.final_ratio == 0.25
+    effects = key_effects(theirs)
+    assert effects[f"{optim}.lr_decay_style"].startswith(f"read as {optim}.lr_scheduler_type: ")
+    assert effects[f"{optim}.min_lr"].startswith("Final learning rate")
+    constant = load(STRATEGY, *rates, f"{optim}.lr_decay_style=constant")
+    assert f"{optim}.min_lr" in ignored_keys(constant)
+    with pytest.raises(UserError, match=r"lr_decay_style='cosine': a schedule .* is not built"):
+        load(f"{optim}.lr_decay_style=cosine")
+
+
+def test_mo15_a_frozen_router_is_verls_key() -> None:
+    section = f"{ACTOR}.megatron.override_mcore_model_config"
+    for word in (
+        f"{section}.moe_config.freeze_moe_router=True",
+        f"{section}={{moe_config:{{freeze_moe_router:true}}}}",
+    ):
+        assert load(STRATEGY, word).config.actor_rollout_ref.actor.freeze_moe_router
 
 
 def test_mo15_the_order_of_words_does_not_matter_and_files_say_the_strategy_too(tmp_path) -> None:
@@ -142,9 +174,13 @@ REFUSED = [
                           ("expert_tensor_parallel_size", 0))),
     (f"{ACTOR}.megatron.tensor_model_parallel_size=True",
      f"{ACTOR}.megatron.tensor_model_parallel_size=True: must be a number"),
-    (f"{ACTOR}.optim.lr_decay_style=cosine",
-     f"{ACTOR}.optim.lr_decay_style='cosine': a schedule of the learning rate by Megatron's keys "
-     "is not built. Set lr_scheduler_type=cosine and min_lr_ratio in the same section."),
+    (f"{ACTOR}.optim.lr_decay_style=linear", f"{ACTOR}.optim.lr_decay_style='linear': must be"),
+    (f"{ACTOR}.optim.lr_decay_steps=50",
+     f"{ACTOR}.optim.lr_decay_steps=50: a learning rate that has fallen before the run ends is "
+     "not built. Leave it out, and the rate falls over the whole run."),
+    (f"{ACTOR}.optim.weight_decay_incr_style=linear", "a weight decay that changes is not built."),
+    ("critic.megatron.override_mcore_model_config.moe_config.freeze_moe_router=True",
+     "a frozen router of another model than the policy is not built."),
     (f"{ACTOR}.optim.lr_warmup_init=0.1", "a warm-up that does not begin at 0 is not built."),
     (f"{ACTOR}.megatron.backend=mcor", f"Set {ACTOR}.megatron.backend=native (the default)."),
 ]  # fmt: skip

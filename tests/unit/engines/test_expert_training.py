@@ -10,7 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.muon import orthogonalise
 from tandem.engines.single import SingleDeviceEngine
-from tandem.models.folder import open_model
+from tandem.models.folder import check_folder, freeze_router, open_model, open_part
+from tandem.models.parallel import WHOLE
 from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
 from tests.unit.models.tiny_models import EXPERTS, write_hf
 
@@ -47,6 +48,37 @@ def test_mo4_three_steps_leave_the_correction_as_it_was(offloads, tmp_path):
     restored, again = engine_of(source)
     restored.load(saved)
     assert all(torch.equal(again[name], x) for name, x in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "streams", "offloads"),
+    [("AdamW", False, False), ("AdamW", True, True), ("Muon", False, False)],
+)
+def test_frozen_routers_have_no_gradient_and_stay_as_they_were(
+    optimizer, streams, offloads, tmp_path
+):
+    """With weight decay, and with a gate of the shared expert, which is frozen, too."""
+    write_hf(EXPERTS["qwen2_moe"](), tmp_path)
+    frozen = freeze_router(check_folder(str(tmp_path)))
+    model = open_part(frozen, WHOLE, dtype=torch.float32, device="cpu")
+    weights = dict(model.decoder.named_parameters())
+    before = {name: x.detach().clone() for name, x in weights.items()}
+    engine = SingleDeviceEngine(
+        model,
+        OptimConfig(optimizer=optimizer, lr=1e-2, muon_lr=1e-2, weight_decay=0.5),
+        total_training_steps=3,
+        compute=model.in_dtype(torch.bfloat16) if offloads else None,
+        offload_optimizer=streams,
+        offload_weights=offloads,
+    )
+    for _ in range(2):
+        engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
+    same = {name for name, x in weights.items() if torch.equal(x, before[name])}
+    layers = (f"layers.{layer}.experts" for layer in range(len(model.decoder.layers)))
+    assert same == {f"{layer}.{part}" for layer in layers for part in ("router", "shared_gate")}
+    model.module.zero_grad()
+    model.hidden(cut_batches()[0]).square().sum().backward()
+    assert not any(weights[name].grad.any() for name in same)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe_dense_layer", "dots1", "deepseek_v3"])

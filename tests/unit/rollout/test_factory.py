@@ -218,6 +218,6 @@ def test_mo7_engines_that_record_no_experts_are_refused(name: str) -> None:
     recording = {"name": name, "enable_rollout_routing_replay": True}
     config = RolloutConfig.model_validate(recording)
     with pytest.raises(UserError, match=f"rollout.name={name} does not record the experts"):
-        require_recording(config, CONFIG, platform=CPU)
+        require_recording(config)
     native = config.model_copy(update={"name": "native"})
-    require_recording(native, CONFIG, platform=CPU)
+    require_recording(native)

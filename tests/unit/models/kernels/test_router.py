@@ -69,7 +69,7 @@ def test_states_that_are_no_numbers_choose_experts_that_exist(fused, device):
     assert bool(weight_TK.isnan().any())
 
 
-def test_choices_that_are_recorded_or_replaced_are_torchs(fused, device):
+def test_choices_that_are_replaced_are_torchs(fused, device):
     generator = torch.Generator().manual_seed(0)
     h_TD = torch.randn(4, 16, generator=generator).to(device)
     router_ED = torch.randn(5, 16, generator=generator).to(device)
@@ -80,6 +80,24 @@ def test_choices_that_are_recorded_or_replaced_are_torchs(fused, device):
                 h_TD, router_ED, config=PLAIN, correction_E=None, choose=lambda _: forced_TK
             )
             assert torch.equal(expert_TK, forced_TK)
+
+
+def test_a_choice_that_is_only_recorded_is_the_kernels(fused, device):
+    """Experts and weights are the same bit by bit, and the recorder sees the experts."""
+    generator = torch.Generator().manual_seed(0)
+    h_TD = torch.randn(4, 16, generator=generator).to(device)
+    router_ED = torch.randn(5, 16, generator=generator).to(device)
+    given, seen = {"config": PLAIN, "correction_E": None}, []
+
+    def record(expert_TK):
+        seen.append(expert_TK)
+        return expert_TK
+
+    with torch.inference_mode():
+        expert_TK, weight_TK = fused.route(h_TD, router_ED, **given)
+        recorded_TK, same_TK = fused.route(h_TD, router_ED, **given, choose=record)
+    assert torch.equal(recorded_TK, expert_TK) and torch.equal(same_TK, weight_TK)
+    assert seen[0] is recorded_TK
 
 
 def test_no_tokens_are_routed(fused, device):
