@@ -38,6 +38,7 @@ ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
 _KEY = "actor_rollout_ref.rollout.name"
 _SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_DIVIDE = "actor_rollout_ref.rollout.expert_parallel_size"
 _AUTO = "auto"
 _GENERATORS = {"native": "tandem's native engine", "vllm": "vLLM", "hf": "transformers' generate"}
 _CHECKS = {"vllm": check_arguments, "sglang": check_sglang_arguments}
@@ -165,12 +166,16 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
         return "the devices of an engine must be on one node"
     if _is_staged(config):
         return "with enable_param_async or enable_dual_buffer an engine must be on one device"
-    if is_expert_family(hf_config.get("model_type")):
-        return "with experts, an engine must be on one device"
-    for name in ("num_attention_heads", "intermediate_size"):
+    if rollout.name == "sglang" and is_expert_family(hf_config.get("model_type")):
+        return "with experts, an engine of SGLang must be on one device"
+    divided = rollout.expert_parallel_size > 1
+    experts = () if divided else ("moe_intermediate_size",)
+    shared = ("intermediate_size", "shared_expert_intermediate_size")
+    for name in ("num_attention_heads", *shared, *experts):
         size = hf_config.get(name)
         if isinstance(size, int) and size % num_ranks:
-            return f"it must divide the model's {name}, which is {size}"
+            remedy = "" if name not in experts else f"; {_DIVIDE}={num_ranks} divides the experts"
+            return f"it must divide the model's {name}, which is {size}{remedy}"
     num_kv_heads = hf_config.get("num_key_value_heads")
     if isinstance(num_kv_heads, int) and num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         return f"it must divide num_key_value_heads={num_kv_heads}, or be a multiple of it"

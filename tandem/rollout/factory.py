@@ -237,7 +237,7 @@ def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None
         decoder: None for a model that transformers computes.
     """
     size = config.expert_parallel_size
-    if size == 1 or decoder is not None:
+    if config.expert_peers == 1 or decoder is not None:
         return
     key = "actor_rollout_ref.rollout.expert_parallel_size"
     rule = "transformers generates with this model, and divides no experts"

@@ -36,6 +36,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         # Its kernels map the memory of other devices, and each process sees its own alone.
         "disable_custom_all_reduce": True,
         "enable_sleep_mode": config.free_cache_engine and on_device,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         "scheduling_policy": "priority",  # a canary does not wait for samples
         "async_scheduling": False,  # each token has the version that was in use when it was drawn
         "disable_log_stats": config.disable_log_stats,

@@ -35,6 +35,7 @@ from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
+from tandem.rollout.vllm.experts import compute_own_experts_on_cpus
 from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
 from tandem.rollout.vllm.ranks import Ranks
 from tandem.rollout.vllm.weights import LoadedModel, VllmSink
@@ -78,7 +79,12 @@ class VllmRolloutEngine:
             vllm_config=worker.vllm_config,
             family=spec.model.family,
         )
-        self._sink = VllmSink(target, manifest_of(spec.model, self._dtype), on_end=self._expect)
+        self._sink = VllmSink(
+            target,
+            manifest_of(spec.model, self._dtype),
+            on_end=self._expect,
+            loaded_by_any=ranks.loaded_by_any if config.expert_parallel_size > 1 else None,
+        )
         self._samples: dict[str, _Sample] = {}
         self._finished: list[Completion] = []
         self._expected_R: Tensor | None = None
@@ -306,6 +312,8 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
         with undisturbed_process(), tempfile.TemporaryDirectory(prefix="tandem-vllm-") as folder:
             arguments = _arguments(spec, Path(folder))
             engine = _start(spec, streams, arguments=arguments, executor=ranks.executor_class())
+    if spec.config.expert_parallel_size > 1 and spec.platform.device_type == "cpu":
+        compute_own_experts_on_cpus()
     except EngineFailure:
         raise
     except (ValueError, RuntimeError, NotImplementedError) as error:

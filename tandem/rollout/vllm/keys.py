@@ -46,6 +46,9 @@ _HAS_KEY: Mapping[str, str] = {
     "model": _MODEL,
     "tokenizer": _MODEL,
     "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "quantization": f"{_ROLLOUT}.quantization",
+    "quantization_config": f"{_ROLLOUT}.quantization",
+    "enable_expert_parallel": f"{_ROLLOUT}.expert_parallel_size",
     "data_parallel_size": "trainer.n_gpus_per_node",
 }
 """Arguments that have a key of their own -> that key."""
