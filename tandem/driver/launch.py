@@ -60,7 +60,7 @@ from tandem.types import TokenIds
 from tandem.workers.calls import call_at_start
 from tandem.workers.deployment import pool_jobs, replaceable_pools
 from tandem.workers.job import build_worker
-from tandem.workers.policies import require_precision
+from tandem.workers.policies import compute_dtype, require_precision
 
 logger = logging.getLogger(__name__)
 
@@ -384,7 +384,8 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     rollout, decoder = config.actor_rollout_ref.rollout, model.decoder_config
     require_kernels(decoder, platform, key=f"{site.model.key}={str(model.path)!r}")
     require_decoder(rollout, decoder, model=str(model.path))
-    require_quantization(rollout, decoder, platform=platform)
+    layout = config.actor_rollout_ref.actor.fsdp_config
+    require_quantization(rollout, decoder, platform=platform, dtype=compute_dtype(layout, platform))
     require_recording(rollout, decoder, platform=platform)
     require_divided_experts(rollout, decoder)
     require_recorded_scores(config, has_decoder=decoder is not None)

@@ -408,8 +408,9 @@ class RolloutConfig(BaseModel):
         default=None,
         description="Precision of the large matrix products of generation. fp8: weights with a "
         "scale for each matrix and activations with a scale for each token; attention, its output "
-        "projection, embedding and head keep the precision of the policy. Training is not "
-        "quantized, and algorithm.rollout_correction.rollout_is=auto corrects the difference.",
+        "projection, embedding and head keep the precision of the policy. With vLLM, its own "
+        "quantization to fp8, which includes that projection. Training is not quantized, and "
+        "algorithm.rollout_correction.rollout_is=auto corrects the difference.",
     )
     partial_rollout: Literal[True, False, "keep_cache"] = Field(
         default=True,

@@ -259,7 +259,14 @@ class VllmRolloutEngine:
             expected_R, self._expected_R = self._expected_R, None
             assert expected_R is not None, "a canary runs only after an update"
             found_R = torch.tensor(log_probs)
-            require_equal(expected_R, found_R, engine="vLLM", version=self._version, dtypes=dtypes)
+            require_equal(
+                expected_R,
+                found_R,
+                engine="vLLM",
+                version=self._version,
+                dtypes=dtypes,
+                is_quantized=self._spec.config.quantization is not None,
+            )
             return
         sample = self._samples.pop(output.request_id)
         num_cached = output.num_cached_tokens or 0
@@ -305,6 +312,8 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
         EngineFailure: vLLM cannot serve the model on this device.
     """
     set_defaults(ENVIRONMENT)
+    if spec.config.expert_parallel_size > 1 and spec.platform.device_type == "cpu":
+        compute_own_experts_on_cpus()
     spec.warn_of_precision()
     streams: dict[str, Stream] = {}
     ranks = Ranks(spec.config.ranks_per_engine)
@@ -312,8 +321,6 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
         with undisturbed_process(), tempfile.TemporaryDirectory(prefix="tandem-vllm-") as folder:
             arguments = _arguments(spec, Path(folder))
             engine = _start(spec, streams, arguments=arguments, executor=ranks.executor_class())
-    if spec.config.expert_parallel_size > 1 and spec.platform.device_type == "cpu":
-        compute_own_experts_on_cpus()
     except EngineFailure:
         raise
     except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -98,10 +98,7 @@ _IS_TANDEMS: Mapping[str, str] = {
         "a cache outside of vLLM keeps keys and values of old weights",
     ),
     "model_impl": "vLLM would change classes of transformers that the trainer uses too",
-    **dict.fromkeys(
-        ("quantization", "quantization_config", "enable_lora"),
-        "with vLLM, quantization and LoRA are not built",
-    ),
+    "enable_lora": "vLLM gets the sums of weights and adapters",
 }
 """Arguments that nobody else may set -> the reason."""
 

@@ -86,8 +86,8 @@ class VllmSink:
         with self._context(), self._target.device:
             of_vllm(_RELOAD, "initialize_layerwise_reload")(model)
         # Without what vLLM computes from weights, such as the scales of matrices in fp8.
-        opened = model.named_parameters(remove_duplicate=False)
-        self._unwritten = {self._first_names.get(name, name) for name, _ in opened}
+        opened: list[str] = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._unwritten = {self._first_names.get(name, name) for name in opened}
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Load one tensor. vLLM holds a copy until the layer of the tensor is whole."""

@@ -80,5 +80,7 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     assert found["kv_cache_memory_bytes"] == 2_500_000 - weights
     assert found["gpu_memory_utilization"] == 0.25, "vLLM's own 0.92 may not be free"
     assert "gpu_memory_utilization" not in engine_arguments(replace(spec, platform=CPU))
+    assert arguments(spec, quantization="fp8")["quantization"] == "fp8"
+    assert "quantization" not in found
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
     assert not arguments(spec)["enable_sleep_mode"]
