@@ -118,10 +118,8 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
         return problem
     title = _TITLES[name]
     num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if name == "sglang" and num_ranks > 1:
-        return Problem(f"{_SPLIT}={num_ranks}: with SGLang, each engine is on one device")
-    is_split = name == "vllm" and not config.actor_rollout_ref.rollout.attaches_servers
-    split = _split_problem(config, hf_config or {}) if is_split else ""
+    is_elsewhere = config.actor_rollout_ref.rollout.attaches_servers
+    split = "" if is_elsewhere else _split_problem(config, hf_config or {})
     if split:
         return Problem(f"{_SPLIT}={num_ranks}: {split}")
     if config.actor_rollout_ref.rollout.attaches_servers and _is_staged(config):
@@ -166,10 +164,19 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
         return "the devices of an engine must be on one node"
     if _is_staged(config):
         return "with enable_param_async or enable_dual_buffer an engine must be on one device"
-    if rollout.name == "sglang" and is_expert_family(hf_config.get("model_type")):
-        return "with experts, an engine of SGLang must be on one device"
-    divided = rollout.expert_parallel_size > 1
-    experts = () if divided else ("moe_intermediate_size",)
+    if rollout.name == "sglang":
+        if config.trainer.device != "cpu":
+            return "an engine of SGLang over several devices is built for trainer.device=cpu"
+        if is_expert_family(hf_config.get("model_type")):
+            return "with experts, an engine of SGLang must be on one device"
+    return _size_problem(config, hf_config)
+
+
+def _size_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
+    """Return why the sizes of the model cannot be divided over an engine; "" if they can."""
+    rollout = config.actor_rollout_ref.rollout
+    num_ranks = rollout.tensor_model_parallel_size
+    experts = () if rollout.expert_parallel_size > 1 else ("moe_intermediate_size",)
     shared = ("intermediate_size", "shared_expert_intermediate_size")
     for name in ("num_attention_heads", *shared, *experts):
         size = hf_config.get(name)

@@ -42,6 +42,7 @@ from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
 from tandem.rollout.factory import (
     require_decoder,
+    require_devices,
     require_divided_experts,
     require_kernels,
     require_quantization,
@@ -388,6 +389,7 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     require_quantization(rollout, decoder, platform=platform, dtype=compute_dtype(layout, platform))
     require_recording(rollout, decoder, platform=platform)
     require_divided_experts(rollout, decoder)
+    require_devices(rollout, platform)
     require_recorded_scores(config, has_decoder=decoder is not None)
 
 

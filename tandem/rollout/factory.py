@@ -248,6 +248,19 @@ def require_recording(
         raise UserError(key, True, rule=rule, remedy=f"Leave out {keys}.")
 
 
+def require_devices(config: RolloutConfig, platform: Platform) -> None:
+    """Raise UserError if an engine has to be on more devices than its package can use here."""
+    size = config.ranks_per_engine
+    if config.name == "sglang" and size > 1 and platform.device_type != "cpu":
+        raise UserError(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            size,
+            rule="with SGLang, an engine over several devices is built for CPUs: on others, the "
+            "process that holds it sees its own device alone",
+            remedy="Set it to 1, or actor_rollout_ref.rollout.name=vllm.",
+        )
+
+
 def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None) -> None:
     """Raise UserError if experts are to be divided by an engine that does not divide them.
 

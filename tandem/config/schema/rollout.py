@@ -306,7 +306,8 @@ class RolloutConfig(BaseModel):
         description="Number of consecutive devices over which each engine splits its weights and "
         "its cache. It must divide the devices that generate.",
         json_schema_extra=read_if(
-            "name=vllm: each device of the pool that generates is a replica of the native engine"
+            "name=vllm|sglang: each device of the pool that generates is a replica of the native "
+            "engine"
         ),
     )
     expert_parallel_size: int = Field(

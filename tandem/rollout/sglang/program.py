@@ -3,8 +3,8 @@
 
 It answers one call at a time with one line of JSON. While sequences are generated it writes lines
 that say so, from which the parent knows that nothing hangs. Between two calls generation is paused.
-SGLang's scheduler is a child of this process and in the same process group: the end of the parent,
-of this process or of the scheduler ends all of them.
+SGLang's schedulers, one for each device, are children of this process and in the same process
+group: the end of the parent, of this process or of a scheduler ends all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ class Program:
         base = of_sglang("entrypoints.engine", "Engine")
 
         class KeyedEngine(base):
-            run_scheduler_process_func = staticmethod(run_scheduler)
+            run_scheduler_process_func = staticmethod(
+                partial(run_scheduler, store=f"{first['folder']}/world")
+            )
 
         tempfile.tempdir = first["folder"]  # SGLang's sockets, until the first version
         arguments = first["arguments"]
@@ -101,6 +104,7 @@ class Program:
         ).to_str()  # SGLang keeps custom_params for requests with a processor; ours is never called
         self._memory = mmap.mmap(first["weights_fd"], first["weights_bytes"])
         self._device = arguments["device"]
+        self._num_schedulers: int = arguments["tp_size"]
         self._num_rows: int = first["num_rows"]
         self._version = "-1"
         self._waiting: deque[dict[str, Any]] = deque()
@@ -168,16 +172,17 @@ class Program:
         await self._load(named)
 
     async def _end(self, version: str, keeps_cache: bool) -> dict[str, Any]:
-        """Close the model, and return the account of weights that came."""
-        account = torch.zeros(ACCOUNT_BYTES, dtype=torch.uint8, device=self._device)
-        account.share_memory_()
-        await self._load([(LAST, account)], version=version)
+        """Close the model, and return the account of weights that came, over all schedulers."""
+        size = (self._num_schedulers, ACCOUNT_BYTES)
+        accounts = torch.zeros(size, dtype=torch.uint8, device=self._device).share_memory_()
+        await self._load([(LAST, accounts)], version=version)
         _require(await self._manager.end_weight_update(_request("EndWeightUpdate"), None))
         if not keeps_cache:
             _require(await self._manager.flush_cache())
         self._version = version
         _unlink_files(self._engine.port_args)
-        return json.loads(account.cpu().numpy().tobytes())
+        found = [json.loads(row.numpy().tobytes()) for row in accounts.cpu()]
+        return {key: sorted({each for one in found for each in one[key]}) for key in found[0]}
 
     async def _load(
         self, named: list[tuple[str, torch.Tensor]], *, version: str | None = None
