@@ -127,8 +127,8 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
             "with enable_param_async or enable_dual_buffer, servers (engine_kwargs.vllm.urls) do "
             "not generate"
         )
-    if config.actor_rollout_ref.model.trains_adapters:
-        return Problem(f"{title} with adapters (LoRA) is not built")
+    if is_elsewhere and config.actor_rollout_ref.model.trains_adapters:
+        return Problem("servers (engine_kwargs.vllm.urls) with adapters (LoRA) are not built")
     model, limit = trained_model(config), max_positions(hf_config or {})
     if limit is not None and model.max_tokens > limit:
         return Problem(
