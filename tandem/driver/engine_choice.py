@@ -38,6 +38,7 @@ ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
 _KEY = "actor_rollout_ref.rollout.name"
 _SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_DIVIDE = "actor_rollout_ref.rollout.expert_parallel_size"
 _AUTO = "auto"
 _GENERATORS = {"native": "tandem's native engine", "vllm": "vLLM", "hf": "transformers' generate"}
 _CHECKS = {"vllm": check_arguments, "sglang": check_sglang_arguments}
@@ -117,10 +118,8 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
         return problem
     title = _TITLES[name]
     num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if name == "sglang" and num_ranks > 1:
-        return Problem(f"{_SPLIT}={num_ranks}: with SGLang, each engine is on one device")
-    is_split = name == "vllm" and not config.actor_rollout_ref.rollout.attaches_servers
-    split = _split_problem(config, hf_config or {}) if is_split else ""
+    is_elsewhere = config.actor_rollout_ref.rollout.attaches_servers
+    split = "" if is_elsewhere else _split_problem(config, hf_config or {})
     if split:
         return Problem(f"{_SPLIT}={num_ranks}: {split}")
     if config.actor_rollout_ref.rollout.attaches_servers and _is_staged(config):
@@ -128,8 +127,8 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
             "with enable_param_async or enable_dual_buffer, servers (engine_kwargs.vllm.urls) do "
             "not generate"
         )
-    if config.actor_rollout_ref.model.trains_adapters:
-        return Problem(f"{title} with adapters (LoRA) is not built")
+    if is_elsewhere and config.actor_rollout_ref.model.trains_adapters:
+        return Problem("servers (engine_kwargs.vllm.urls) with adapters (LoRA) are not built")
     model, limit = trained_model(config), max_positions(hf_config or {})
     if limit is not None and model.max_tokens > limit:
         return Problem(
@@ -165,12 +164,25 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
         return "the devices of an engine must be on one node"
     if _is_staged(config):
         return "with enable_param_async or enable_dual_buffer an engine must be on one device"
-    if is_expert_family(hf_config.get("model_type")):
-        return "with experts, an engine must be on one device"
-    for name in ("num_attention_heads", "intermediate_size"):
+    if rollout.name == "sglang":
+        if config.trainer.device != "cpu":
+            return "an engine of SGLang over several devices is built for trainer.device=cpu"
+        if is_expert_family(hf_config.get("model_type")):
+            return "with experts, an engine of SGLang must be on one device"
+    return _size_problem(config, hf_config)
+
+
+def _size_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
+    """Return why the sizes of the model cannot be divided over an engine; "" if they can."""
+    rollout = config.actor_rollout_ref.rollout
+    num_ranks = rollout.tensor_model_parallel_size
+    experts = () if rollout.expert_parallel_size > 1 else ("moe_intermediate_size",)
+    shared = ("intermediate_size", "shared_expert_intermediate_size")
+    for name in ("num_attention_heads", *shared, *experts):
         size = hf_config.get(name)
         if isinstance(size, int) and size % num_ranks:
-            return f"it must divide the model's {name}, which is {size}"
+            remedy = "" if name not in experts else f"; {_DIVIDE}={num_ranks} divides the experts"
+            return f"it must divide the model's {name}, which is {size}{remedy}"
     num_kv_heads = hf_config.get("num_key_value_heads")
     if isinstance(num_kv_heads, int) and num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         return f"it must divide num_key_value_heads={num_kv_heads}, or be a multiple of it"

@@ -42,6 +42,7 @@ from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
 from tandem.rollout.factory import (
     require_decoder,
+    require_devices,
     require_divided_experts,
     require_kernels,
     require_quantization,
@@ -60,7 +61,7 @@ from tandem.types import TokenIds
 from tandem.workers.calls import call_at_start
 from tandem.workers.deployment import pool_jobs, replaceable_pools
 from tandem.workers.job import build_worker
-from tandem.workers.policies import require_precision
+from tandem.workers.policies import compute_dtype, require_precision
 
 logger = logging.getLogger(__name__)
 
@@ -384,9 +385,11 @@ def _require_generation(site: RunSite, config: RunConfig, *, model: ModelFolder)
     rollout, decoder = config.actor_rollout_ref.rollout, model.decoder_config
     require_kernels(decoder, platform, key=f"{site.model.key}={str(model.path)!r}")
     require_decoder(rollout, decoder, model=str(model.path))
-    require_quantization(rollout, decoder, platform=platform)
+    layout = config.actor_rollout_ref.actor.fsdp_config
+    require_quantization(rollout, decoder, platform=platform, dtype=compute_dtype(layout, platform))
     require_recording(rollout)
     require_divided_experts(rollout, decoder)
+    require_devices(rollout, platform)
     require_own_routers(config, has_decoder=decoder is not None)
 
 

@@ -3,8 +3,9 @@
 
 Weight and bias are frozen. A fused map has an adapter for each of its adapted parts, e.g. for query
 and value but not for key. All of them together are two trained tensors: ``lora_a`` stacks the
-matrices A, and ``lora_b`` the matrices B. The products are never merged into W: in bf16 an update
-of a thousandth of |W| would lose four fifths of itself to rounding.
+matrices A, and ``lora_b`` the matrices B. The trainer and the native engine never merge the
+products into W: in bf16 an update of a thousandth of |W| would lose four fifths of itself to
+rounding. Engines with weights of their own get the sums (``AdaptedLinear.sum_of``).
 
 Shapes: T tokens, D inputs, N outputs, P adapted parts, R = P x rank, M outputs of adapted parts.
 """
@@ -116,6 +117,22 @@ class AdaptedLinear(nn.Module):
             lora_b_Mr=own["lora_b"],
             addition=self.addition,
         )
+
+    @torch.no_grad()
+    def sum_of(self, rows: slice) -> Tensor:
+        """Return rows of the weight with the products of their adapters, (rows, D).
+
+        The sum is computed in fp32 and rounded once to the precision of the weight.
+
+        Args:
+            rows: the rows of one part.
+        """
+        sum_ND = self.weight[rows].float()
+        for part in self.addition.parts:
+            if part.output == rows:
+                product_ND = self.lora_b[part.b].float() @ self.lora_a[part.a].float()
+                sum_ND = sum_ND + self.addition.scale * product_ND
+        return sum_ND.to(self.weight.dtype)
 
 
 def adapted_linear(

@@ -16,6 +16,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tandem.config.derived.adapters import ADAPTER_CONFIG, base_of
 from tandem.config.derived.model_types import require_types
 from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
-from tandem.models.adapted import is_adapter
+from tandem.models.adapted import AdaptedLinear, is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, draw_parameter, parameter_shapes
 from tandem.models.experts import is_fixed, is_of_all_experts
 from tandem.models.file_tensors import (
@@ -152,6 +153,25 @@ def file_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(decoder.named_parameters())
     for source in file_tensors(decoder.config):
         yield source.name, _values(parameters, source)
+
+
+def sums_with_adapters(decoder: Decoder) -> dict[str, Callable[[], Tensor]]:
+    """Return, by name, the functions that add adapters to the file tensors of adapted maps.
+
+    Each computes one tensor: see ``AdaptedLinear.sum_of``.
+    """
+    maps = {
+        f"{name}.weight": part
+        for name, part in decoder.named_modules()
+        if isinstance(part, AdaptedLinear)
+    }
+    return {
+        source.name: partial(
+            maps[source.parameter].sum_of, slice(source.start, source.start + source.rows)
+        )
+        for source in file_tensors(decoder.config)
+        if source.parameter in maps
+    }
 
 
 def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:

@@ -28,6 +28,13 @@ MAX_ERROR = 1e-3
 """The largest mean difference of log-probs if trainer and engine compute in fp32."""
 MAX_ROUNDED_ERROR = 0.2
 """The largest mean difference if one of them does not."""
+MAX_QUANTIZED_ERROR = 1.5
+"""The largest mean difference if the engine multiplies in fp8, which keeps four bits of a number.
+
+Of a model with large random weights, an unfavourable case, 60 versions differed by 0.46 on average
+and by 0.98 at most. With the wrong sign of a matrix in the first of its two layers, 20 versions
+differed by 2.6 to 3.2 on average, and in the last layer by 1.1 to 2.6: only gross mistakes show.
+"""
 
 
 def canary_tokens(vocabulary: int, version: int) -> tuple[TokenIds, TokenIds]:
@@ -66,12 +73,14 @@ def require_equal(
     engine: str,
     version: int,
     dtypes: Iterable[torch.dtype],
+    is_quantized: bool = False,
 ) -> None:
     """Raise EngineFailure if the log-probs differ by more than rounding, or are not finite.
 
     Args:
         engine: the name of the engine in the message.
         dtypes: the dtypes of trainer and engine.
+        is_quantized: whether the engine multiplies matrices in fp8.
     """
     if found_R.shape != expected_R.shape:
         raise EngineFailure(
@@ -79,6 +88,7 @@ def require_equal(
             f"{len(found_R)} came back"
         )
     bound = MAX_ERROR if set(dtypes) == {torch.float32} else MAX_ROUNDED_ERROR
+    bound = MAX_QUANTIZED_ERROR if is_quantized else bound
     error = float((found_R - expected_R).abs().mean())
     if not error <= bound:
         raise EngineFailure(

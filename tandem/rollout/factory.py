@@ -16,6 +16,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from tandem.api import RolloutEngine
 from tandem.config.schema.imports import import_dotted
 from tandem.config.schema.rollout import ENGINES, RolloutConfig
@@ -39,6 +41,8 @@ from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
+QUANTIZED_FROM = ("bfloat16", "float16")
+"""The precisions of models that vLLM quantizes."""
 NATIVE_NAMES = ("auto", "native")
 """The names by which the native engine may be chosen."""
 
@@ -187,17 +191,31 @@ def require_decoder(config: RolloutConfig, decoder: DecoderConfig | None, *, mod
 
 
 def require_quantization(
-    config: RolloutConfig, decoder: DecoderConfig | None, *, platform: Platform
+    config: RolloutConfig,
+    decoder: DecoderConfig | None,
+    *,
+    platform: Platform,
+    dtype: torch.dtype,
 ) -> None:
     """Raise UserError if the engine cannot generate in ``config.quantization``.
 
     Args:
         decoder: None for a model that transformers computes.
+        dtype: the precision of the trainer's passes.
     """
     if config.quantization is None:
         return
-    if config.name not in NATIVE_NAMES:
-        rule = f"only the native engine generates in it, not rollout.name={config.name}"
+    if config.attaches_servers:
+        rule = "servers are attached (engine_kwargs.vllm.urls), which get weights in 16 or 32 bits"
+    elif config.name == "vllm":
+        used = str(dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+        if used in QUANTIZED_FROM:
+            return
+        key = "actor_rollout_ref.rollout.dtype"
+        rule = f"vLLM quantizes a model in 16 bits only, and it would be in {used} ({key})"
+        raise UserError(KEY, config.quantization, rule=rule, remedy=f"Set {key}=bfloat16.")
+    elif config.name not in NATIVE_NAMES:
+        rule = f"vLLM and the native engine generate in it, not rollout.name={config.name}"
     elif decoder is None:
         rule = "transformers generates with this model, in the precision of its weights"
     elif not platform.has_fp8():
@@ -220,6 +238,19 @@ def require_recording(config: RolloutConfig) -> None:
         raise UserError(key, True, rule=rule, remedy=remedy)
 
 
+def require_devices(config: RolloutConfig, platform: Platform) -> None:
+    """Raise UserError if an engine has to be on more devices than its package can use here."""
+    size = config.ranks_per_engine
+    if config.name == "sglang" and size > 1 and platform.device_type != "cpu":
+        raise UserError(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            size,
+            rule="with SGLang, an engine over several devices is built for CPUs: on others, the "
+            "process that holds it sees its own device alone",
+            remedy="Set it to 1, or actor_rollout_ref.rollout.name=vllm.",
+        )
+
+
 def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None) -> None:
     """Raise UserError if experts are to be divided by an engine that does not divide them.
 
@@ -227,7 +258,7 @@ def require_divided_experts(config: RolloutConfig, decoder: DecoderConfig | None
         decoder: None for a model that transformers computes.
     """
     size = config.expert_parallel_size
-    if size == 1 or decoder is not None:
+    if config.expert_peers == 1 or decoder is not None:
         return
     key = "actor_rollout_ref.rollout.expert_parallel_size"
     rule = "transformers generates with this model, and divides no experts"

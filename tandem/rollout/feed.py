@@ -7,37 +7,41 @@ same tensors with the same shapes, and an engine is unusable after a failed deli
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.api import EngineFailure, Rollout, RolloutEngine, WeightSink
-from tandem.errors import UserError
-from tandem.models.adapted import is_adapter, trained_parameters
 from tandem.models.file_tensors import is_kept
 from tandem.models.hf import transformers_views
 from tandem.models.language_model import LanguageModel
-from tandem.models.weights import file_views
+from tandem.models.weights import file_views, sums_with_adapters
 from tandem.types import Completion, GenerationRequest, SliceSpec
+
+logger = logging.getLogger(__name__)
 
 
 class WeightFeed:
-    """The delivery of a model's weights to an engine's sink, one tensor at a time."""
+    """The delivery of a model's weights to an engine's sink, one tensor at a time.
+
+    The products of adapters (LoRA) are added to the weights that are sent.
+    """
 
     def __init__(self, model: LanguageModel, sink: WeightSink) -> None:
         """Check that the model has the tensors of the sink's manifest, and no others.
 
         Raises:
             EngineFailure: a tensor is missing, is unexpected, or has another shape.
-            UserError: the model has adapters, which the sink does not take.
         """
-        if any(map(is_adapter, trained_parameters(model.module))):
-            raise UserError(
-                "actor_rollout_ref.rollout.name",
-                rule="this engine has weights of its own, and adapters (LoRA) reach only engines "
-                "that compute with the trainer's",
-                remedy="Leave it out, or train all weights.",
+        self._sums = {} if model.decoder is None else sums_with_adapters(model.decoder)
+        if self._sums and model.lm_head_weight.dtype != torch.float32:
+            logger.warning(
+                "adapters (LoRA) are added to the weights of the rollout engine. The sums are "
+                "rounded to %s, so that the log-probs of generation and training differ more than "
+                "with the native engine (training/rollout_probs_diff)",
+                str(model.lm_head_weight.dtype).removeprefix("torch."),
             )
         self._model = model
         self._sink = sink
@@ -56,7 +60,8 @@ class WeightFeed:
         offered = dict(checkpoint_views(self._model))
         self._sink.begin(version)
         for name in self._names:
-            self._sink.take(name, offered[name])
+            tensor = self._sums[name]() if name in self._sums else offered[name]
+            self._sink.take(name, tensor)
         self._sink.end()
 
 
@@ -64,7 +69,7 @@ def with_weights_of(model: LanguageModel, engine: RolloutEngine) -> Rollout:
     """Return an engine that has shared the weights of ``model``, or else receives them.
 
     Raises:
-        EngineFailure, UserError: the engine cannot receive them; see ``WeightFeed``.
+        EngineFailure: the engine cannot receive them; see ``WeightFeed``.
     """
     sink = engine.sink()
     return engine if sink is None else FedRollout(engine, WeightFeed(model, sink))

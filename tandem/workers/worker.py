@@ -320,7 +320,7 @@ class Worker:
         if spec is None:
             return None
         folder = received_folder(spec.policy)
-        layout = self._rollout_layout(spec.config.expert_parallel_size)
+        layout = self._rollout_layout(spec.config.expert_peers)
         shared = self._shared_experts(spec.policy, layout)
         policy = open_received(
             spec.policy,

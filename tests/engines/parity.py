@@ -109,12 +109,12 @@ def tensors_that_pass_a_tenth_off(bench: EngineBench) -> list[str]:
         wrong = correct + torch.randn(correct.shape, generator=generator) * size
         is_chosen = ".experts." in changed or is_kept(changed)
         num_versions = _VERSIONS_OF_EXPERTS if is_chosen else 1
-        if not any(_is_seen(bench, views | {changed: wrong}) for _ in range(num_versions)):
+        if not any(is_seen(bench, views | {changed: wrong}) for _ in range(num_versions)):
             unseen.append(changed)
     return unseen
 
 
-def _is_seen(bench: EngineBench, views: Mapping[str, Tensor]) -> bool:
+def is_seen(bench: EngineBench, views: Mapping[str, Tensor]) -> bool:
     """Return whether an engine refuses to generate with these weights as a new version."""
     sink = bench.engine.sink()
     assert sink is not None

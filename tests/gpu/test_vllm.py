@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM on a GPU, in bf16 with captured steps: V19, the weights after many updates, and V20, the
-memory that it gives back while the device trains.
+memory that it gives back while the device trains. V26: weights that vLLM quantizes to fp8.
 
 The random weights are large, so that log-probs of stale weights differ by far more than rounding.
 """
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tandem.platforms.record import CUDA
+from tandem.rollout.canary import MAX_QUANTIZED_ERROR
 from tandem.rollout.feed import checkpoint_views
 from tandem.testing.contracts.rollout import EngineBench
 from tandem.types import SamplingParams
@@ -68,6 +69,15 @@ def test_v19_each_of_twenty_versions_is_generated_with(folder: Path) -> None:
         for seed in range(NUM_VERSIONS):
             bench.use_new_weights(seed)
             assert mean_error(bench) <= MAX_MEAN_ERROR
+
+
+def test_v26_each_version_in_fp8_is_generated_with(folder: Path) -> None:
+    """Log-probs of stale weights differ by more: the bound is that of the canary."""
+    keys = {"gpu_memory_utilization": UTILIZATION, "name": "vllm", "quantization": "fp8"}
+    with running(build, open_spec(folder, platform=CUDA, dtype=torch.bfloat16, **keys)) as bench:
+        for seed in range(NUM_VERSIONS):
+            bench.use_new_weights(seed)
+            assert mean_error(bench) <= MAX_QUANTIZED_ERROR
 
 
 def test_v20_sleep_frees_weights_and_cache_and_the_next_version_is_right(folder: Path) -> None:

@@ -15,6 +15,7 @@ from tandem.errors import UserError
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout.expert_parallel_size"
 """The number of devices over which generation divides experts."""
+_SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _FREEZES = "actor_rollout_ref.actor.freeze_moe_router"
@@ -44,8 +45,14 @@ def rollout_division_errors(config: RunConfig, placement: Placement) -> Iterator
     if size == 1:
         return
     remedy = f"Leave out {ROLLOUT_KEY}."
-    if rollout.name not in ("auto", "native"):
-        rule = f"only the native engine divides experts, not rollout.name={rollout.name}"
+    if rollout.name == "vllm":
+        split = rollout.tensor_model_parallel_size
+        if size == split:
+            return
+        rule = f"with vLLM, it must be the devices of an engine ({_SPLIT}={split})"
+        remedy = f"Set {_SPLIT}={size}, or leave out {ROLLOUT_KEY}."
+    elif rollout.name not in ("auto", "native"):
+        rule = f"only vLLM and the native engine divide experts, not rollout.name={rollout.name}"
         remedy = "Set actor_rollout_ref.rollout.name=native, or leave it out."
     elif placement.generates_apart:
         rule = "it is built for devices that train and generate, and generation has its own"

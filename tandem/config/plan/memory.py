@@ -322,7 +322,7 @@ def held_in_generation(config: RunConfig, sizes: ModelSizes) -> int:
     """Return the number of parameters that a device computes with in generation."""
     others = _others(sizes)
     routed = sizes.num_parameters - others
-    return others + routed // config.actor_rollout_ref.rollout.expert_parallel_size
+    return others + routed // config.actor_rollout_ref.rollout.expert_peers
 
 
 def _others(sizes: ModelSizes) -> int:
@@ -333,7 +333,7 @@ def _others(sizes: ModelSizes) -> int:
 def _shares_experts(config: RunConfig, placement: Placement) -> bool:
     """Return whether the experts of training and generation are divided alike, in one storage."""
     ranks, own = placement.layouts["actor-train"], config.actor_rollout_ref.actor.fsdp_config
-    divided = config.actor_rollout_ref.rollout.expert_parallel_size
+    divided = config.actor_rollout_ref.rollout.expert_peers
     is_alike = 1 < divided == ranks.expert_parallel and ranks.num_expert_shards == 1
     is_alike = is_alike and ranks.pipeline_parallel == 1
     leaves = own.param_offload or own.offload_policy

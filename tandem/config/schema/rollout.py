@@ -306,15 +306,18 @@ class RolloutConfig(BaseModel):
         description="Number of consecutive devices over which each engine splits its weights and "
         "its cache. It must divide the devices that generate.",
         json_schema_extra=read_if(
-            "name=vllm: each device of the pool that generates is a replica of the native engine"
+            "name=vllm|sglang: each device of the pool that generates is a replica of the native "
+            "engine"
         ),
     )
     expert_parallel_size: int = Field(
         default=1,
         ge=1,
         description="Number of consecutive devices over which generation divides the experts of "
-        "each layer (docs/experts.md). They generate in lock step, each its own sequences. It must "
-        "divide the experts and the devices that generate.",
+        "each layer (docs/experts.md). It must divide the experts and the devices that generate. "
+        "With the native engine, they generate in lock step, each its own sequences. With vLLM, it "
+        "is tensor_model_parallel_size: an engine then divides the experts, and not their "
+        "matrices.",
     )
     enable_chunked_prefill: bool = Field(
         default=True,
@@ -406,8 +409,9 @@ class RolloutConfig(BaseModel):
         default=None,
         description="Precision of the large matrix products of generation. fp8: weights with a "
         "scale for each matrix and activations with a scale for each token; attention, its output "
-        "projection, embedding and head keep the precision of the policy. Training is not "
-        "quantized, and algorithm.rollout_correction.rollout_is=auto corrects the difference.",
+        "projection, embedding and head keep the precision of the policy. With vLLM, its own "
+        "quantization to fp8, which includes that projection. Training is not quantized, and "
+        "algorithm.rollout_correction.rollout_is=auto corrects the difference.",
     )
     partial_rollout: Literal[True, False, "keep_cache"] = Field(
         default=True,
@@ -461,12 +465,22 @@ class RolloutConfig(BaseModel):
 
     @property
     def ranks_per_engine(self) -> int:
-        """The number of processes of one engine: vLLM splits matrices, the native one experts."""
-        return self.tensor_model_parallel_size if self.name == "vllm" else self.expert_parallel_size
+        """The number of processes of one engine: vLLM and SGLang split matrices, the native one
+        experts.
+        """
+        splits = self.name in ("vllm", "sglang")
+        return self.tensor_model_parallel_size if splits else self.expert_peers
+
+    @property
+    def expert_peers(self) -> int:
+        """The number of processes of the native engine that generate in lock step, because each has
+        a part of the experts.
+        """
+        return 1 if self.name == "vllm" else self.expert_parallel_size
 
     def answers(self, rank: int) -> bool:
         """Return whether a process returns completions: each one that has sequences of its own."""
-        return self.expert_parallel_size > 1 or rank % self.ranks_per_engine == 0
+        return self.expert_peers > 1 or rank % self.ranks_per_engine == 0
 
     @property
     def is_in_process(self) -> bool:

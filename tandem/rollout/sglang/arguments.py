@@ -33,6 +33,7 @@ def engine_arguments(spec: EngineSpec, *, max_positions: int) -> dict[str, Any]:
         "random_seed": config.seed & 0x7FFFFFFF,
         "load_format": "dummy" if config.load_format.startswith("dummy") else config.load_format,
         "skip_tokenizer_init": True,
+        "tp_size": config.ranks_per_engine,
         "context_length": length + FREE_POSITIONS,
         "max_running_requests": num_rows,
         "mem_fraction_static": config.gpu_memory_utilization,

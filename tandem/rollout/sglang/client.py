@@ -55,6 +55,18 @@ ENVIRONMENT: Mapping[str, str] = {
 _REFUSED = ("SGLANG_RETURN_ORIGINAL_LOGPROB",)
 
 
+def _cpu_environment(num_schedulers: int) -> dict[str, str]:
+    """Return the variables for CPUs. Without the second one, each scheduler needs a NUMA node."""
+    variables = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if num_schedulers == 1:
+        return variables
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // num_schedulers)
+    parts = [cores[index * share % len(cores) :][:share] for index in range(num_schedulers)]
+    bound = "|".join(",".join(map(str, part)) for part in parts)
+    return variables | {"SGLANG_CPU_OMP_THREADS_BIND": bound}
+
+
 class Cleaner:
     """A process that removes files if this process ends without closing its engine, as by a kill.
 
@@ -87,6 +99,7 @@ class SglangProcess:
         interpreter: the Python that has SGLang.
         first: the first message; see ``program.Program``.
         memory_fd: the descriptor of the shared memory for weights.
+        num_schedulers: the number of SGLang's processes that compute.
         stall_s: see ``STALL_S``.
     """
 
@@ -97,10 +110,13 @@ class SglangProcess:
         first: Mapping[str, Any],
         memory_fd: int,
         on_cpu: bool,
+        num_schedulers: int = 1,
         stall_s: float = STALL_S,
     ) -> None:
         environment = inherited(without=_OWN_PATH + _REFUSED)
-        extra = dict(ENVIRONMENT) | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
+        extra = dict(ENVIRONMENT)
+        if on_cpu:
+            extra |= _cpu_environment(num_schedulers)
         self._incoming = b""
         self._is_closed = False
         self._stall_s, self._longest_s = stall_s, START_S / STALL_FACTOR

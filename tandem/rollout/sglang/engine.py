@@ -5,7 +5,8 @@ own, because it pins other versions of torch and transformers.
 Tokens are drawn by the keyed draw of the native engines (``scheduler``), and weights come through
 SGLang's own loader (``weights``). After each update a canary must have the trainer's log-probs
 before any completion is returned (``rollout.canary``). Prefix caches are keyed by weights version,
-and emptied unless the engine keeps its cache. Tensor parallelism is not built.
+and emptied unless the engine keeps its cache. An engine over several devices has a scheduler for
+each, and all of them are children of the first of its processes (``follower``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tandem.rollout.glm_network import config_as_glm
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sglang.arguments import FREE_POSITIONS, engine_arguments
 from tandem.rollout.sglang.client import SglangProcess
+from tandem.rollout.sglang.follower import Follower
 from tandem.rollout.sglang.keys import interpreter
 from tandem.rollout.sglang.weights import SglangSink, SharedMemory
 from tandem.types import Completion, GenerationRequest, TokenIds
@@ -59,21 +61,14 @@ class SglangRolloutEngine:
     ) -> None:
         """Take the process, which maps ``memory`` and computes in ``dtype``."""
         self._spec, self._process, self._memory, self._dtype = spec, process, memory, dtype
-        config = spec.config
-        keeps_cache = config.partial_rollout == "keep_cache"
-        self.facts = EngineFacts(
-            shares_weights=False,
-            draws_by_key=True,
-            stops_within_sequences=True,
-            keeps_cache=keeps_cache,
-        )
-        self.capacity = Capacity(config.max_num_seqs, int(process.facts["cache_tokens"]))
+        self.facts = _facts(spec)
+        self.capacity = Capacity(spec.config.max_num_seqs, int(process.facts["cache_tokens"]))
         self._sink = SglangSink(
             process,
             manifest_of(spec.model, dtype),
             family=spec.model.family,
             memory=memory,
-            keeps_cache=keeps_cache,
+            keeps_cache=self.facts.keeps_cache,
             on_end=self._expect,
         )
         self._samples: dict[int, _Sample] = {}
@@ -178,8 +173,20 @@ class SglangRolloutEngine:
         self._expected_R = expected_log_probs(self._spec.model, version)
 
 
-def build(spec: EngineSpec) -> SglangRolloutEngine:
-    """Start SGLang and build the engine.
+def build(spec: EngineSpec) -> SglangRolloutEngine | Follower:
+    """Build the engine. The first process of an engine over several devices holds all of it.
+
+    Raises:
+        EngineFailure: SGLang cannot serve the model on this device.
+    """
+    if spec.rank % spec.config.ranks_per_engine == 0:
+        return build_here(spec)
+    manifest = manifest_of(spec.model, spec.model.lm_head_weight.dtype)
+    return Follower(_facts(spec), Capacity(spec.config.max_num_seqs, None), manifest=manifest)
+
+
+def build_here(spec: EngineSpec) -> SglangRolloutEngine:
+    """Start SGLang, with a scheduler for each device of the engine.
 
     Raises:
         EngineFailure: SGLang cannot serve the model on this device.
@@ -208,6 +215,7 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
             first=first,
             memory_fd=memory.fd,
             on_cpu=spec.platform.device_type == "cpu",
+            num_schedulers=spec.config.ranks_per_engine,
         )
     except EngineFailure:
         memory.close()
@@ -219,6 +227,15 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
         engine.close()
         raise
     return engine
+
+
+def _facts(spec: EngineSpec) -> EngineFacts:
+    return EngineFacts(
+        shares_weights=False,
+        draws_by_key=True,
+        stops_within_sequences=True,
+        keeps_cache=spec.config.partial_rollout == "keep_cache",
+    )
 
 
 def _require_room(spec: EngineSpec, cache_tokens: int) -> None:

@@ -3,8 +3,8 @@
 
 It answers one call at a time with one line of JSON. While sequences are generated it writes lines
 that say so, from which the parent knows that nothing hangs. Between two calls generation is paused.
-SGLang's scheduler is a child of this process and in the same process group: the end of the parent,
-of this process or of the scheduler ends all of them.
+SGLang's schedulers, one for each device, are children of this process and in the same process
+group: the end of the parent, of this process or of a scheduler ends all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ class Program:
         _place_listener(first["folder"])
         register_sampler()
         arguments = first["arguments"]
-        engine_class = _engine_class(channel, forks=arguments["device"] == "cpu")
+        forks, store = arguments["device"] == "cpu", f"{first['folder']}/world"
+        engine_class = _engine_class(channel, forks=forks, store=store)
         tempfile.tempdir = first["folder"]  # SGLang's sockets, until the first version
         if first["config"] is not None:
             arguments["model_path"] = _write_config(first["config"], first["folder"])
@@ -101,6 +103,7 @@ class Program:
         ).to_str()  # SGLang keeps custom_params for requests with a processor; ours is never called
         self._memory = mmap.mmap(first["weights_fd"], first["weights_bytes"])
         self._device = arguments["device"]
+        self._num_schedulers: int = arguments["tp_size"]
         self._num_rows: int = first["num_rows"]
         self._version = "-1"
         self._waiting: deque[dict[str, Any]] = deque()
@@ -168,16 +171,17 @@ class Program:
         await self._load(named)
 
     async def _end(self, version: str, keeps_cache: bool) -> dict[str, Any]:
-        """Close the model, and return the account of weights that came."""
-        account = torch.zeros(ACCOUNT_BYTES, dtype=torch.uint8, device=self._device)
-        account.share_memory_()
-        await self._load([(LAST, account)], version=version)
+        """Close the model, and return the account of weights that came, over all schedulers."""
+        size = (self._num_schedulers, ACCOUNT_BYTES)
+        accounts = torch.zeros(size, dtype=torch.uint8, device=self._device).share_memory_()
+        await self._load([(LAST, accounts)], version=version)
         _require(await self._manager.end_weight_update(_request("EndWeightUpdate"), None))
         if not keeps_cache:
             _require(await self._manager.flush_cache())
         self._version = version
         _unlink_files(self._engine.port_args)
-        return json.loads(account.cpu().numpy().tobytes())
+        found = [json.loads(row.numpy().tobytes()) for row in accounts.cpu()]
+        return {key: sorted({each for one in found for each in one[key]}) for key in found[0]}
 
     async def _load(
         self, named: list[tuple[str, torch.Tensor]], *, version: str | None = None
@@ -266,17 +270,18 @@ class Program:
             self._channel.sendall(encode_line({"beat": True}))
 
 
-def _engine_class(channel: socket.socket, *, forks: bool) -> Any:
-    """Return the class of SGLang's engine whose scheduler draws with tandem's sampler.
+def _engine_class(channel: socket.socket, *, forks: bool, store: str) -> Any:
+    """Return the class of SGLang's engine whose schedulers draw with tandem's sampler.
 
     Args:
-        forks: whether the scheduler is forked from this process, which has imported SGLang. A fresh
+        forks: whether schedulers are forked from this process, which has imported SGLang. A fresh
             interpreter imports it again. A process that may hold a device cannot be forked.
+        store: the path of the file by which the schedulers meet.
     """
     base = of_sglang("entrypoints.engine", "Engine")
 
     class KeyedEngine(base):
-        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, store=store))
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:

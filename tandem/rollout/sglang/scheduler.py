@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore
 
 from tandem.rollout.keyed_random import uniforms
 from tandem.rollout.sampler import DrawRule, draw_rows
@@ -30,7 +30,8 @@ LOADER = f"{__name__}.load_weights"
 FIRST, LAST = "tandem.first", "tandem.last"
 """Names that mark the begin and the end of a version among its tensors."""
 ACCOUNT_BYTES = 1 << 16
-"""The size of the tensor named ``LAST``, which receives the account."""
+"""The size of a row of the tensor named ``LAST``. Each scheduler writes its account into its row.
+"""
 
 _errors: list[str] = []
 
@@ -40,17 +41,24 @@ def of_sglang(module: str, name: str) -> Any:
     return getattr(import_module(f"sglang.srt.{module}"), name)
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
+def run_scheduler(*args: Any, store: str) -> None:
     """Run SGLang's scheduler with tandem's sampler. It is the main function of the process.
 
-    SGLang's own store would listen at every address of the host. Its world is this process, so that
-    a store without a server does.
+    SGLang's own store would listen at every address of the host. The schedulers of an engine meet
+    by a file instead.
+
+    Args:
+        args: those of SGLang's function.
+        store: the path of that file, which is made.
     """
-    distributed.init_process_group(store=HashStore(), rank=0, world_size=1)
+    server_args, _, _, rank = args[:4]
+    size = server_args.tp_size
+    meeting = FileStore(store, size)
+    distributed.init_process_group(store=meeting, rank=rank, world_size=size)
     register_sampler()
     run = of_sglang("managers.scheduler", "run_scheduler_process")
     gc.enable()
-    run(*args, **kwargs)
+    run(*args)
 
 
 def register_sampler() -> None:
@@ -86,7 +94,10 @@ def draw(
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load a part of a version by SGLang's loader. ``LAST`` receives the account as JSON."""
+    """Load a part of a version by SGLang's loader.
+
+    ``LAST`` receives the accounts as JSON: (number of schedulers, ACCOUNT_BYTES), uint8.
+    """
     for name, tensor in tensors:
         if name == FIRST:
             _errors.clear()
@@ -94,7 +105,8 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Non
         elif name == LAST:
             account = json.dumps({"errors": _errors[:1], "unwritten": _unwritten(model)[:100]})
             data = account.encode()[:ACCOUNT_BYTES].ljust(ACCOUNT_BYTES)
-            tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            row = tensor[distributed.get_rank()]
+            row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         else:
             _load(model, name, tensor=tensor)
 

@@ -10,6 +10,9 @@ from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.vllm.keys import passed_arguments
 
+_ON_CPUS = "fp8_per_channel"
+"""vLLM's quantization on CPUs, where it lacks the operator that gives a matrix one scale."""
+
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return the arguments for the keys ``actor_rollout_ref.rollout.*`` and the platform."""
@@ -33,6 +36,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.ranks_per_engine,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         # Its kernels map the memory of other devices, and each process sees its own alone.
         "disable_custom_all_reduce": True,
         "enable_sleep_mode": config.free_cache_engine and on_device,
@@ -43,6 +47,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if on_device:
         # vLLM asks for as much free memory when it starts, although the cache has a fixed size.
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if config.quantization is not None:
+        arguments["quantization"] = config.quantization if on_device else _ON_CPUS
     if config.cudagraph_capture_sizes is not None:
         arguments["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
     return arguments | passed_arguments(config.engine_kwargs.vllm)

@@ -35,6 +35,7 @@ from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
+from tandem.rollout.vllm.experts import compute_own_experts_on_cpus
 from tandem.rollout.vllm.library import (
     ENVIRONMENT,
     of_vllm,
@@ -83,7 +84,12 @@ class VllmRolloutEngine:
             vllm_config=worker.vllm_config,
             family=spec.model.family,
         )
-        self._sink = VllmSink(target, manifest_of(spec.model, self._dtype), on_end=self._expect)
+        self._sink = VllmSink(
+            target,
+            manifest_of(spec.model, self._dtype),
+            on_end=self._expect,
+            loaded_by_any=ranks.loaded_by_any if config.expert_parallel_size > 1 else None,
+        )
         self._samples: dict[str, _Sample] = {}
         self._finished: list[Completion] = []
         self._expected_R: Tensor | None = None
@@ -258,7 +264,14 @@ class VllmRolloutEngine:
             expected_R, self._expected_R = self._expected_R, None
             assert expected_R is not None, "a canary runs only after an update"
             found_R = torch.tensor(log_probs)
-            require_equal(expected_R, found_R, engine="vLLM", version=self._version, dtypes=dtypes)
+            require_equal(
+                expected_R,
+                found_R,
+                engine="vLLM",
+                version=self._version,
+                dtypes=dtypes,
+                is_quantized=self._spec.config.quantization is not None,
+            )
             return
         sample = self._samples.pop(output.request_id)
         num_cached = output.num_cached_tokens or 0
@@ -304,6 +317,8 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
         EngineFailure: vLLM cannot serve the model on this device.
     """
     set_defaults(ENVIRONMENT)
+    if spec.config.expert_parallel_size > 1 and spec.platform.device_type == "cpu":
+        compute_own_experts_on_cpus()
     spec.warn_of_precision()
     streams: dict[str, Stream] = {}
     ranks = Ranks(spec.config.ranks_per_engine)

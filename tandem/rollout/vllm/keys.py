@@ -46,6 +46,9 @@ _HAS_KEY: Mapping[str, str] = {
     "model": _MODEL,
     "tokenizer": _MODEL,
     "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "quantization": f"{_ROLLOUT}.quantization",
+    "quantization_config": f"{_ROLLOUT}.quantization",
+    "enable_expert_parallel": f"{_ROLLOUT}.expert_parallel_size",
     "data_parallel_size": "trainer.n_gpus_per_node",
 }
 """Arguments that have a key of their own -> that key."""
@@ -95,10 +98,7 @@ _IS_TANDEMS: Mapping[str, str] = {
         "a cache outside of vLLM keeps keys and values of old weights",
     ),
     "model_impl": "vLLM would change classes of transformers that the trainer uses too",
-    **dict.fromkeys(
-        ("quantization", "quantization_config", "enable_lora"),
-        "with vLLM, quantization and LoRA are not built",
-    ),
+    "enable_lora": "vLLM gets the sums of weights and adapters",
 }
 """Arguments that nobody else may set -> the reason."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import distributed
@@ -19,6 +20,7 @@ from tandem.api import EngineFailure
 from tandem.rollout.vllm.library import of_vllm
 
 _STATE = "distributed.parallel_state"
+_ENDED = "vLLM: another rank of the engine has ended"
 
 
 class Ranks:
@@ -65,13 +67,12 @@ class Ranks:
         """Raise EngineFailure unless all ranks of the engine have the same digest. Collective."""
         if self._size == 1:
             return
-        group = of_vllm(_STATE, "get_tp_group")().cpu_group
         own = torch.tensor([self._digest])
         digests = [torch.empty_like(own) for _ in range(self._size)]
         try:
-            distributed.all_gather(digests, own, group=group)
+            distributed.all_gather(digests, own, group=self._group())
         except RuntimeError as error:
-            raise EngineFailure("vLLM: another rank of the engine has ended") from error
+            raise EngineFailure(_ENDED) from error
         for rank, digest in enumerate(digests):
             if not torch.equal(digest, digests[0]):
                 raise EngineFailure(
@@ -79,8 +80,20 @@ class Ranks:
                     "requests than rank 0, or drew other tokens"
                 )
 
+    def loaded_by_any(self, loaded: Sequence[bool]) -> list[bool]:
+        """Return which of some tensors at least one rank of the engine has loaded. Collective."""
+        found = torch.tensor(loaded, dtype=torch.uint8)
+        try:
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group())
+        except RuntimeError as error:
+            raise EngineFailure(_ENDED) from error
+        return [bool(one) for one in found.tolist()]
+
     def leave(self) -> None:
         """End the process groups that vLLM opened."""
         of_vllm(_STATE, "destroy_model_parallel")()
         if not self._is_pool:
             of_vllm(_STATE, "destroy_distributed_environment")()
+
+    def _group(self) -> Any:
+        return of_vllm(_STATE, "get_tp_group")().cpu_group

@@ -2,8 +2,9 @@
 """The delivery of weights to vLLM through its own loader, by their names in checkpoint files.
 
 vLLM handles fused, padded and packed layouts. The sink checks names in both directions: each tensor
-of the manifest must arrive, and each parameter of vLLM's model must be written. vLLM itself only
-logs a parameter that is skipped.
+of the manifest must arrive and be loaded, and each parameter of vLLM's model must be written. vLLM
+itself only logs a parameter that is skipped. If the processes of an engine divide the experts, an
+expert is loaded by one of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tandem.rollout.vllm.library import of_vllm
 from tandem.types import SliceSpec
 
 _RELOAD = "model_executor.model_loader.reload"
+_EXPERT = ".experts."
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -45,12 +47,26 @@ class VllmSink:
     """An ``api.WeightSink`` over the model of a vLLM worker in this process."""
 
     def __init__(
-        self, target: LoadedModel, manifest: Sequence[SliceSpec], *, on_end: Callable[[int], None]
+        self,
+        target: LoadedModel,
+        manifest: Sequence[SliceSpec],
+        *,
+        on_end: Callable[[int], None],
+        loaded_by_any: Callable[[Sequence[bool]], Sequence[bool]] | None = None,
     ) -> None:
+        """Take the model of this process.
+
+        Args:
+            on_end: is called with each version that has come.
+            loaded_by_any: returns which of some tensors a process of the engine has loaded, if its
+                processes divide the experts.
+        """
         self._target = target
+        self._loaded_by_any = loaded_by_any
         self._manifest = manifest
         self._on_end = on_end
         self._missing: dict[str, None] = {}
+        self._loaded: dict[str, bool] = {}
         self._unwritten: set[str] = set()
         self._first_names: dict[str, str] = {}
         self._opened: int | None = None
@@ -64,11 +80,14 @@ class VllmSink:
         model = self._model()
         self._opened = version
         self._missing = dict.fromkeys(spec.name for spec in self._manifest)
+        self._loaded = {}
         # A tied head is listed apart from its embedding once the model is open.
         self._first_names = _first_names(model)
-        self._unwritten = set(self._first_names.values())
         with self._context(), self._target.device:
             of_vllm(_RELOAD, "initialize_layerwise_reload")(model)
+        # Without what vLLM computes from weights, such as the scales of matrices in fp8.
+        opened: list[str] = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._unwritten = {self._first_names.get(name, name) for name in opened}
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Load one tensor. vLLM holds a copy until the layer of the tensor is whole."""
@@ -77,13 +96,20 @@ class VllmSink:
         del self._missing[name]
         with self._context(), self._target.device:
             copy = tensor.to(self._target.device, copy=True)
-            written = self._model().load_weights((name, copy) for name in self._names_of(name))
-            self._unwritten -= {self._first_names.get(each, each) for each in written or ()}
+            pairs = [(each, copy) for each in self._names_of(name)]
+            try:
+                written = set(self._model().load_weights(pairs) or ())
+            except RuntimeError as error:
+                first = (str(error).splitlines() or [""])[0]
+                raise EngineFailure(f"vLLM does not load {name}: {first}") from error
+        self._loaded[name] = bool(written)
+        self._unwritten -= {self._first_names.get(each, each) for each in written}
 
     def end(self) -> None:
         """Close the model, and recompute derived tensors that vLLM's reload leaves unchanged."""
         if self._missing:
             raise EngineFailure(f"vLLM: weights are missing: {_some(self._missing)}")
+        self._require_loaded()
         if self._unwritten:
             raise EngineFailure(f"vLLM: parameters were not written: {_some(self._unwritten)}")
         model, version = self._model(), self._opened
@@ -95,6 +121,20 @@ class VllmSink:
             _repack_experts(model)
         self._opened = None
         self._on_end(version)
+
+    def _require_loaded(self) -> None:
+        """Raise EngineFailure if vLLM dropped a tensor. Collective where experts are divided."""
+        names = [spec.name for spec in self._manifest]
+        loaded: Sequence[bool] = [self._loaded[name] for name in names]
+        if self._loaded_by_any is not None:
+            anywhere = self._loaded_by_any(loaded)
+            loaded = [
+                any_has if _EXPERT in name else has
+                for name, has, any_has in zip(names, loaded, anywhere, strict=True)
+            ]
+        dropped = {name for name, has in zip(names, loaded, strict=True) if not has}
+        if dropped:
+            raise EngineFailure(f"vLLM dropped {_some(dropped)}")
 
     def require_whole(self) -> None:
         """Raise EngineFailure if a version was begun and not ended: vLLM's model is open."""

@@ -78,6 +78,7 @@ def test_mo15_experts_that_do_not_divide_are_refused(words, sizes, text):
 
 
 ROLLOUT = f"{ROLES}.rollout.expert_parallel_size"
+TENSORS = f"{ROLES}.rollout.tensor_model_parallel_size"
 BOTH = ("trainer.n_gpus_per_node=4", f"{ROLLOUT}=2")
 TURNS = (
     f"{ROLES}.hybrid_engine=False",
@@ -95,9 +96,10 @@ TURNS = (
          f"that generate. Set {ROLLOUT}=2."),
         ((f"{ROLLOUT}=2",), f"{ROLLOUT}=2: must divide the 1 device(s) that generate. Set "
          f"{ROLLOUT}=1."),
-        ((*BOTH, f"{ROLES}.rollout.name=vllm"), f"{ROLLOUT}=2: only the native engine divides "
-         f"experts, not rollout.name=vllm. Set {ROLES}.rollout.name=native, or leave it out."),
-        ((*BOTH, f"{ROLES}.rollout.name=hf"), "not rollout.name=hf."),
+        ((*BOTH, f"{ROLES}.rollout.name=vllm"), f"{ROLLOUT}=2: with vLLM, it must be the devices "
+         f"of an engine ({TENSORS}=1). Set {TENSORS}=2, or leave out {ROLLOUT}."),
+        ((*BOTH, f"{ROLES}.rollout.name=hf"), f"{ROLLOUT}=2: only vLLM and the native engine "
+         f"divide experts, not rollout.name=hf. Set {ROLES}.rollout.name=native, or leave it out."),
         ((*BOTH, f"{ROLES}.hybrid_engine=False"), f"{ROLLOUT}=2: it is built for devices that "
          f"train and generate, and generation has its own. Leave out {ROLLOUT}."),
         ((*BOTH, *TURNS), f"{ROLLOUT}=2: it is built for generation and training that follow each "
@@ -111,6 +113,19 @@ def test_experts_are_not_divided_in_generation(words, text):
     with pytest.raises(UserError) as raised:
         check_run(load_config(RunConfig, words).config)
     assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_engine_of_vllm_divides_experts_over_its_devices_where_native_ones_do_not():
+    """A process returns what its engine draws if it is the first of the engine."""
+    words = [*BOTH, f"{ROLES}.rollout.name=vllm", f"{TENSORS}=2", f"{ROLES}.hybrid_engine=False"]
+    config = load_config(RunConfig, words).config
+    check_run(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.ranks_per_engine, rollout.expert_peers) == (2, 1)
+    assert [rollout.answers(rank) for rank in range(4)] == [True, False, True, False]
+    native = load_config(RunConfig, BOTH).config.actor_rollout_ref.rollout
+    assert (native.ranks_per_engine, native.expert_peers) == (2, 2)
+    assert all(native.answers(rank) for rank in range(4))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_an_engine_that_does_not_fit_is_refused(
 
 
 SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+DIVIDE = "actor_rollout_ref.rollout.expert_parallel_size"
 DEVICES = "trainer.n_gpus_per_node"
 APART = (
     "trainer.separated_node_tasks=[[actor-train,logp],[generate]]",
@@ -159,8 +160,14 @@ APART = (
         ),
         (
             (f"{SPLIT}=2", f"{DEVICES}=2"),
-            {"model_type": "qwen3_moe"},
-            "with experts, an engine must be on one device",
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 3},
+            "it must divide the model's moe_intermediate_size, which is 3; "
+            f"{DIVIDE}=2 divides the experts",
+        ),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=2", f"{DIVIDE}=2"),
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 3},
+            "it must divide the model's shared_expert_intermediate_size, which is 3",
         ),
     ],
 )
@@ -188,6 +195,9 @@ def test_an_engine_may_be_divided_over_the_devices_of_a_node(
     sizes = {"num_attention_heads": 4, "intermediate_size": 8, "num_key_value_heads": 1}
     config = load(tmp_path, QWEN2, f"{NAME}=vllm", f"{SPLIT}=2", f"{DEVICES}=4").config
     require_engine(config, QWEN2 | sizes)
+    experts = {"model_type": "qwen3_moe", "moe_intermediate_size": 3}
+    keys = (f"{NAME}=vllm", f"{SPLIT}=2", f"{DIVIDE}=2", f"{DEVICES}=4")
+    require_engine(load(tmp_path, QWEN2, *keys).config, QWEN2 | sizes | experts)
     assert config.actor_rollout_ref.rollout.ranks_per_engine == 2
     native = load(tmp_path, QWEN2, f"{NAME}=native", f"{SPLIT}=2", f"{DEVICES}=4").config
     assert native.actor_rollout_ref.rollout.ranks_per_engine == 1

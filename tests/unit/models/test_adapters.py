@@ -23,7 +23,7 @@ from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import BASE_FILE, adapter_tensors
 from tandem.models.folder import adapt_folder, check_folder, open_model
 from tandem.models.language_model import score_batch
-from tandem.models.weights import WEIGHTS_FILE
+from tandem.models.weights import WEIGHTS_FILE, file_views, sums_with_adapters
 from tests.fakes.tiny_adapters import ALL, SECTION, open_adapted, spread_b
 from tests.unit.models.tiny_models import NATIVE, pack_shared, sample_sequences, write_hf
 
@@ -93,6 +93,21 @@ def _their_log_probs(model: Any) -> Tensor:
 def _our_log_probs(model: Any) -> Tensor:
     batch = pack_shared(*sample_sequences())
     return score_batch(model, batch, temperature=1.0, with_entropy=False).score_R
+
+
+def test_sums_for_engines_with_weights_of_their_own_are_those_of_pefts_merge(
+    pair: tuple[Path, Any, Adapters],
+) -> None:
+    folder, theirs, adapters = pair
+    num_adapted = sum("lora_A" in name for name, _ in theirs.named_parameters())
+    ours = open_adapted(folder / "base", replace(adapters, folder=folder / "theirs"))
+    sums, base = sums_with_adapters(ours.decoder), dict(file_views(ours.decoder))
+    merged = theirs.merge_and_unload().state_dict()
+    found = base | {name: compute() for name, compute in sums.items()}
+    for name, tensor in found.items():
+        assert torch.allclose(tensor, merged[name], rtol=1e-6, atol=1e-6), name
+    changed = [name for name, tensor in found.items() if not torch.equal(tensor, base[name])]
+    assert len(changed) == num_adapted
 
 
 # fp64 is bounded by transformers' rotary angles, which are fp32.

@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -184,20 +184,35 @@ def test_sampling_settings_reach_the_engine(qwen2_folder: Path) -> None:
     ("changes", "platform", "is_ours", "reason"),
     [
         ({}, replace(CPU, has_fp8=lambda: False), True, "does not multiply fp8"),
-        ({"name": "pack.engine:build"}, CPU, True, "only the native engine"),
-        ({"name": "hf"}, CPU, True, "only the native engine"),
+        ({"name": "pack.engine:build"}, CPU, True, "vLLM and the native engine generate in it"),
+        ({"name": "hf"}, CPU, True, "vLLM and the native engine generate in it, not rollout.name"),
+        ({"name": "vllm"}, CPU, True, r"it would be in float32 .*dtype\). Set .*dtype=bfloat16"),
+        (
+            {"name": "vllm", "engine_kwargs": {"vllm": {"urls": ["http://a:1"]}}},
+            CPU,
+            True,
+            "servers are attached",
+        ),
         ({}, CPU, False, "transformers generates"),
     ],
 )
 def test_fp8_is_refused_where_nothing_computes_it(
-    changes: dict[str, str], platform: Platform, is_ours: bool, reason: str
+    changes: dict[str, Any], platform: Platform, is_ours: bool, reason: str
 ) -> None:
     config = RolloutConfig.model_validate({"quantization": "fp8", **changes})
     decoder = CONFIG if is_ours else None
     with pytest.raises(UserError, match=reason):
-        require_quantization(config, decoder, platform=platform)
+        require_quantization(config, decoder, platform=platform, dtype=torch.float32)
     unquantized = config.model_copy(update={"quantization": None})
-    require_quantization(unquantized, decoder, platform=platform)
+    require_quantization(unquantized, decoder, platform=platform, dtype=torch.float32)
+
+
+def test_vllm_quantizes_models_in_16_bits() -> None:
+    """It decides itself which devices and families it quantizes."""
+    config = RolloutConfig.model_validate({"quantization": "fp8", "name": "vllm"})
+    require_quantization(config, None, platform=CPU, dtype=torch.bfloat16)
+    explicit = config.model_copy(update={"dtype": "float16"})
+    require_quantization(explicit, None, platform=CPU, dtype=torch.float32)
 
 
 def test_fp8_is_built_where_it_is_asked_for(qwen2_folder: Path) -> None:

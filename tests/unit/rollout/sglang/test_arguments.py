@@ -73,3 +73,8 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     assert not found["disable_cuda_graph"]
     assert "attention_backend" not in found and "max_total_tokens" not in found
     assert arguments(on_device, enforce_eager=True)["disable_cuda_graph"]
+
+
+def test_the_devices_of_an_engine(spec: EngineSpec) -> None:
+    keys = {"name": "sglang", "tensor_model_parallel_size": 2}
+    assert (arguments(spec)["tp_size"], arguments(spec, **keys)["tp_size"]) == (1, 2)

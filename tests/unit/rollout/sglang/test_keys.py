@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.driver.engine_choice import require_engine
 from tandem.errors import UserError
+from tandem.platforms.record import CPU
+from tandem.rollout.factory import require_devices
 from tandem.rollout.sglang.keys import check_sglang_arguments, interpreter
 from tests.fakes.packages import install_sglang
 
@@ -40,13 +43,26 @@ def _refused(config: RunConfig, hf_config: Mapping[str, object]) -> str:
     return str(caught.value)
 
 
-def test_an_engine_over_two_devices_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_over_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process returns what its engine draws if it is the first of the engine."""
     monkeypatch.syspath_prepend(install_sglang(tmp_path))
     split = f"{ROLLOUT}.tensor_model_parallel_size=2"
-    message = f"{ROLLOUT}.name='sglang': {split}: with SGLang, each engine is on one device"
-    assert message in _refused(_config(split, "trainer.n_gpus_per_node=2"), QWEN2)
+    config = _config(split, "trainer.n_gpus_per_node=4", "trainer.device=cpu")
+    sizes = {"num_attention_heads": 4, "intermediate_size": 8, "num_key_value_heads": 1}
+    require_engine(config, QWEN2 | sizes)
+    rollout = config.actor_rollout_ref.rollout
+    assert [rollout.answers(rank) for rank in range(4)] == [True, False, True, False]
+    message = f"{ROLLOUT}.name='sglang': {split}: it must divide the model's num_attention_heads"
+    assert message in _refused(config, QWEN2 | {"num_attention_heads": 3})
+    experts = {"model_type": "qwen3_moe"}  # of Qwen2's class, which this SGLang has
+    message = "with experts, an engine of SGLang must be on one device"
+    assert message in _refused(config, QWEN2 | experts)
+    elsewhere = _config(split, "trainer.n_gpus_per_node=4")
+    message = "an engine of SGLang over several devices is built for trainer.device=cpu"
+    assert message in _refused(elsewhere, QWEN2 | sizes)
+    require_devices(rollout, CPU)
+    with pytest.raises(UserError, match="SGLang, an engine over several devices is built for CPUs"):
+        require_devices(rollout, replace(CPU, device_type="cuda"))
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="has sglang")
@@ -77,8 +93,9 @@ def test_an_sglang_that_does_not_fit_is_refused(
     assert "SGLang 0.4.9 does not compute GPT2LMHeadModel" in _refused(allowed, gpt2)
     short = QWEN2 | {"max_position_embeddings": 1023}
     assert "SGLang computes at most the 1023 positions" in _refused(allowed, short)
-    lora = _config(f"{KWARGS}.allow_untested=True", "actor_rollout_ref.model.lora_rank=8")
-    assert "SGLang with adapters (LoRA) is not built" in _refused(lora, QWEN2)
+    require_engine(
+        _config(f"{KWARGS}.allow_untested=True", "actor_rollout_ref.model.lora_rank=8"), QWEN2
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.sampler import DrawRule, draw_tokens
@@ -60,13 +62,22 @@ class _Fused(nn.Module):
                 self.norm.data.copy_(tensor)
 
 
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A world of this process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 def _account(model: nn.Module, *tensors: tuple[str, Tensor]) -> dict[str, list[str]]:
-    account = torch.zeros(ACCOUNT_BYTES, dtype=torch.uint8)
+    account = torch.zeros(1, ACCOUNT_BYTES, dtype=torch.uint8)
     load_weights(model, [(FIRST, torch.zeros(1)), *tensors])
     load_weights(model, [(LAST, account)])
     return json.loads(account.numpy().tobytes())
 
 
+@pytest.mark.usefixtures("world")
 def test_what_was_not_written_whole_is_in_the_account() -> None:
     first, second, norm = (
         ("first", torch.ones(2, 2)),

@@ -43,6 +43,9 @@ def arguments(spec: EngineSpec, **keys: Any) -> dict[str, Any]:
         ("max_num_seqs", 9, {"max_num_seqs": 10}),
         ("max_num_batched_tokens", 64, {"max_num_batched_tokens": 1025}),
         ("max_num_batched_tokens", 2048, {"max_num_batched_tokens": 2048}),
+        ("expert_parallel_size", 1, {"enable_expert_parallel": False}),
+        ("expert_parallel_size", 2, {"enable_expert_parallel": True}),
+        ("quantization", "fp8", {"quantization": "fp8_per_channel"}),
         ("enforce_eager", True, {"enforce_eager": True}),
         ("enable_chunked_prefill", False, {"enable_chunked_prefill": False}),
         ("enable_prefix_caching", False, {"enable_prefix_caching": False}),
@@ -77,5 +80,7 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     assert found["kv_cache_memory_bytes"] == 2_500_000 - weights
     assert found["gpu_memory_utilization"] == 0.25, "vLLM's own 0.92 may not be free"
     assert "gpu_memory_utilization" not in engine_arguments(replace(spec, platform=CPU))
+    assert arguments(spec, quantization="fp8")["quantization"] == "fp8"
+    assert "quantization" not in found
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
     assert not arguments(spec)["enable_sleep_mode"]
