@@ -110,6 +110,7 @@ def test_the_other_process_of_an_engine_generates_nothing(tmp_path: Path) -> Non
         assert bench.rollout.advance() == []
 
 
+@pytest.mark.deep  # what it adds to the engine's test is the driver, which vLLM's runs show
 def test_v8_a_run_with_sglang_over_two_devices_is_that_of_the_native_engine(
     material: Material, tmp_path: Path
 ) -> None:
