@@ -85,8 +85,17 @@ def compute(
     gate: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return each expert's outputs for its rows, (N, D). The rows must end at the last stop."""
-    gate_up_N2F = F.grouped_mm(x_ND, gate_up_E2FD.transpose(1, 2), offs=stop_E)
-    return F.grouped_mm(gate(gate_up_N2F), down_EDF.transpose(1, 2), offs=stop_E)
+    gate_up_N2F = _multiply(x_ND, gate_up_E2FD, stop_E=stop_E)
+    return _multiply(gate(gate_up_N2F), down_EDF, stop_E=stop_E)
+
+
+def _multiply(x_NI: Tensor, weight_EOI: Tensor, *, stop_E: Tensor) -> Tensor:
+    """Return each row times the transposed matrix of its expert, (N, O)."""
+    if x_NI.dtype != torch.float64:
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=stop_E)
+    # grouped_mm has no fp64.
+    parts = x_NI.split(stop_E.diff(prepend=stop_E.new_zeros(1)).tolist())
+    return torch.cat([F.linear(*pair) for pair in zip(parts, weight_EOI, strict=True)])
 
 
 def combine(z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:

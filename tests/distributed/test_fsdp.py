@@ -48,6 +48,7 @@ from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
 MUON = OptimConfig(optimizer="Muon", lr=2e-4, muon_lr=1e-4)
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3_biases")
+EXACT = {"stored": torch.float64, "compute": torch.float64}
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 
 
@@ -138,7 +139,7 @@ def choose_first_experts(folder: Path) -> None:
 
 
 def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
-    qwen3, dots = (Case(with_experts[family], ADAMW) for family in ("qwen3_moe", "dots1"))
+    qwen3, dots = (Case(with_experts[family], ADAMW, **EXACT) for family in ("qwen3_moe", "dots1"))
     cases = [
         qwen3,
         replace(dots, config=OFFLOADED, recompute=True),
@@ -148,9 +149,9 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
         replace(dots, config={"tensor_model_parallel_size": 2}),
         replace(qwen3, config={"ulysses_sequence_parallel_size": 2}),
         # The norms of queries and keys are over the heads of both ranks.
-        Case(with_experts["olmoe"], ADAMW, config={"tensor_model_parallel_size": 2}),
+        Case(with_experts["olmoe"], ADAMW, **EXACT, config={"tensor_model_parallel_size": 2}),
         # The heads of latent attention are divided, and the latent vector is not.
-        Case(with_experts["deepseek_v3"], ADAMW, config={"tensor_model_parallel_size": 2}),
+        Case(with_experts["deepseek_v3"], ADAMW, **EXACT, config={"tensor_model_parallel_size": 2}),
     ]
     by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
@@ -159,7 +160,7 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
 
 def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> None:
     """Divide experts, with every other way of dividing; all results are those of one process."""
-    qwen3, dots = (Case(with_experts[family], ADAMW) for family in ("qwen3_moe", "dots1"))
+    qwen3, dots = (Case(with_experts[family], ADAMW, **EXACT) for family in ("qwen3_moe", "dots1"))
     divided = {"expert_model_parallel_size": 2}
     cases = [
         replace(qwen3, config=divided),
@@ -182,10 +183,11 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
 
 def test_mo9_gradients_of_divided_experts(with_experts: dict[str, Path], tmp_path: Path) -> None:
     divided = {"expert_model_parallel_size": 2}
+    dots = Case(with_experts["dots1"], ADAMW, **EXACT)
     cases = [
-        Case(with_experts["qwen3_moe"], ADAMW, config=divided),
-        Case(with_experts["dots1"], ADAMW, config={**divided, "tensor_model_parallel_size": 2}),
-        Case(with_experts["dots1"], ADAMW, config={**divided, "ulysses_sequence_parallel_size": 2}),
+        Case(with_experts["qwen3_moe"], ADAMW, **EXACT, config=divided),
+        replace(dots, config={**divided, "tensor_model_parallel_size": 2}),
+        replace(dots, config={**divided, "ulysses_sequence_parallel_size": 2}),
     ]
     saved = [(case, tmp_path / str(number)) for number, case in enumerate(cases)]
     for _, folder in saved:
@@ -249,7 +251,7 @@ def test_mo9_and_mo10_experts_divided_over_four_ranks(with_experts: dict[str, Pa
     The experts of the last model that get tokens are held by two ranks.
     """
     names = ("qwen3_moe", "dots1", "one-sided")
-    qwen3, dots, one_sided = (Case(with_experts[name], ADAMW) for name in names)
+    qwen3, dots, one_sided = (Case(with_experts[name], ADAMW, **EXACT) for name in names)
     by_two, by_four = ({"expert_model_parallel_size": size} for size in (2, 4))
     cases = [
         replace(qwen3, config=by_four, max_sequences=6),
