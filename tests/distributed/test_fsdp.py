@@ -145,7 +145,7 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
         replace(dots, config=OFFLOADED, recompute=True),
         replace(dots, config={"offload_policy": True, "reshard_after_forward": False}),
         replace(dots, config={"fsdp_size": 1}, optim=MUON),
-        replace(qwen3, optim=MUON),
+        replace(qwen3, optim=MUON, freezes_router=True),
         replace(dots, config={"tensor_model_parallel_size": 2}),
         replace(qwen3, config={"ulysses_sequence_parallel_size": 2}),
         # The norms of queries and keys are over the heads of both ranks.
@@ -164,6 +164,7 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
     divided = {"expert_model_parallel_size": 2}
     cases = [
         replace(qwen3, config=divided),
+        replace(qwen3, config=divided, freezes_router=True),
         replace(dots, config={**divided, **OFFLOADED}, recompute=True),
         replace(dots, config={**divided, "offload_policy": True, "reshard_after_forward": False}),
         replace(qwen3, config=divided, optim=MUON),

@@ -29,6 +29,7 @@ from tandem.models.folder import (
     adapt_folder,
     check_critic_folder,
     check_folder,
+    freeze_router,
     freeze_tower,
     open_part,
 )
@@ -60,7 +61,7 @@ class Case:
     ``stored``: the precision of weights and optimizer.
     ``is_critic``: whether to train a critic that is initialised from the folder's model.
     ``adapters``: what to train instead of the weights, with a spread B.
-    ``freezes_tower``: whether a vision tower is left as it is.
+    ``freezes_tower``, ``freezes_router``: whether a vision tower or routers are left as they are.
     ``sequences``: what is learned; the responses must be those of ``SEQUENCES``.
     ``megatron_adaptor``: what lets megatron-core compute on the device.
     ``platform``: of the devices; each rank has the one of its number.
@@ -76,6 +77,7 @@ class Case:
     is_critic: bool = False
     adapters: Adapters | None = None
     freezes_tower: bool = False
+    freezes_router: bool = False
     sequences: Sequence[TrainSequence] = tuple(SEQUENCES)
     megatron_adaptor: str = ""
     platform: str = "cpu"
@@ -114,6 +116,7 @@ class Case:
             return check_critic_folder(folder, seed=7, key="k")
         checked = check_folder(folder)
         checked = freeze_tower(checked) if self.freezes_tower else checked
+        checked = freeze_router(checked) if self.freezes_router else checked
         return checked if self.adapters is None else adapt_folder(checked, self.adapters, seed=3)
 
 
