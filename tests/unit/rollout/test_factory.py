@@ -211,6 +211,8 @@ def test_vllm_quantizes_models_in_16_bits() -> None:
     """It decides itself which devices and families it quantizes."""
     config = RolloutConfig.model_validate({"quantization": "fp8", "name": "vllm"})
     require_quantization(config, None, platform=CPU, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="fp8"):
+        require_quantization(config, None, platform=CPU, dtype=torch.float32)
     explicit = config.model_copy(update={"dtype": "float16"})
     require_quantization(explicit, None, platform=CPU, dtype=torch.float32)
 
