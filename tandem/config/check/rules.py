@@ -95,6 +95,8 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _loss_errors(config)
     roles = config.actor_rollout_ref
     yield from _adapter_errors(roles.model, roles.actor.optim, section=f"{_ACTOR}.optim")
+    yield from _schedule_errors(roles.actor.optim, section=f"{_ACTOR}.optim")
+    yield from _schedule_errors(config.critic.optim, section="critic.optim")
     yield from replay_errors(config)
     yield from correction_errors(config.algorithm.rollout_correction)
     yield from _critic_errors(config)
@@ -146,6 +148,17 @@ def _adapter_errors(model: ModelConfig, optim: OptimConfig, *, section: str) -> 
             rule="it would orthogonalise the two factors of an adapter, which is another method "
             "than LoRA",
             remedy=f"Set {section}.optimizer=AdamW, or train all weights.",
+        )
+
+
+def _schedule_errors(optim: OptimConfig, *, section: str) -> Iterator[UserError]:
+    """Yield an error if a learning rate that falls shall end above its begin."""
+    if optim.lr_scheduler_type == "cosine" and optim.min_lr > optim.lr:
+        yield UserError(
+            f"{section}.min_lr",
+            optim.min_lr,
+            rule=f"the learning rate falls to it from {section}.lr={optim.lr}",
+            remedy=f"Set {section}.min_lr={optim.lr} or less.",
         )
 
 
@@ -446,6 +459,7 @@ def _validation_errors(config: RunConfig) -> Iterator[UserError]:
 
 def _sft_errors(config: SftConfig) -> Iterator[UserError]:
     yield from _adapter_errors(config.model, config.optim, section="optim")
+    yield from _schedule_errors(config.optim, section="optim")
     yield from _template_errors(config.data.apply_chat_template_kwargs)
     bounds = limits(config, "actor-train")
     yield from _limit_errors(

@@ -99,8 +99,8 @@ class OptimConfig(BaseModel):
 
     @property
     def final_ratio(self) -> float:
-        """The final learning rate of the cosine, as a share of the peak: min_lr / lr, at most 1, or
+        """The final learning rate of the cosine, as a share of the peak: min_lr / lr, or
         min_lr_ratio if that is larger.
         """
-        absolute = min(1.0, self.min_lr / self.lr) if self.lr > 0 else 0.0
+        absolute = self.min_lr / self.lr if self.lr > 0 else 0.0
         return max(self.min_lr_ratio, absolute)

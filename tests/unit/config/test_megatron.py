@@ -94,6 +94,14 @@ def test_mo15_the_learning_rate_of_megatrons_keys_is_that_of_tandems() -> None:
         load(f"{optim}.lr_decay_style=cosine")
 
 
+def test_a_rate_does_not_fall_to_a_larger_one() -> None:
+    optim = f"{ACTOR}.optim"
+    rates = (f"{optim}.lr=2e-6", f"{optim}.min_lr=3e-6")
+    check_run(load(*rates).config)
+    with pytest.raises(UserError, match=r"min_lr=3e-06: .* from .*lr=2e-06\. Set .*min_lr=2e-06"):
+        check_run(load(*rates, f"{optim}.lr_scheduler_type=cosine").config)
+
+
 def test_mo15_a_frozen_router_is_verls_key() -> None:
     section = f"{ACTOR}.megatron.override_mcore_model_config"
     for word in (
