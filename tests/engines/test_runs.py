@@ -19,11 +19,13 @@ from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_argumen
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
-MAX_STRAYS = 3 / 64
-"""The scores of three of 64 samples. Two devices add up gradients in another order, and AdamW
-divides a gradient that is nearly zero by its own size. After the first step, weights then differ by
-more than rounding in a few places, and a number that falls where two tokens meet draws the other.
+MAX_STRAYS = 2 / 16
+"""The scores of two of 16 samples. Two devices add up gradients in another order, and AdamW divides
+a gradient that is nearly zero by its own size. After the first step, a few weights then differ by
+up to twice the learning rate, and a number that falls where two tokens meet draws the other.
 """
+SLOWLY = "actor_rollout_ref.actor.optim.lr=1e-4"
+"""A rate at which fewer than one of the 192 tokens of a step is expected to be another."""
 
 
 def _train(material: Material, folder: Path, policy: Path, *keys: str) -> Ended:
@@ -90,7 +92,7 @@ def test_transformers_trains_a_family_with_which_vllm_generates_on_one_device_an
     metrics: dict[int, dict[int, dict[str, float]]] = {}
     for num_devices in (1, 2):
         folder = tmp_path / str(num_devices)
-        keys = (_name("auto"), f"trainer.n_gpus_per_node={num_devices}")
+        keys = (_name("auto"), SLOWLY, f"trainer.n_gpus_per_node={num_devices}")
         ended = _train(material, folder, policy, *keys)
         assert ended.code == 0, ended.stderr
         assert "slow" not in ended.stderr, "transformers' generate must not have been chosen"
