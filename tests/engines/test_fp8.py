@@ -16,13 +16,12 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from tandem.api import EngineFailure
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.vllm.engine import build
 from tandem.testing.contracts.rollout import EngineBench
 from tandem.types import Completion, GenerationRequest, SamplingParams
 from tests.engines.bench import open_spec, running, write_model
-from tests.engines.parity import is_seen
+from tests.engines.parity import check_refusals_by_name, is_seen
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
@@ -108,20 +107,7 @@ def test_v26_log_probs_are_those_of_products_in_fp8(bench: EngineBench, tmp_path
 
 def test_v26_an_update_without_a_tensor_is_refused_by_its_name(bench: EngineBench) -> None:
     """Scales, which vLLM computes, need not come."""
-    sink = bench.engine.sink()
-    assert sink is not None
-    views = dict(checkpoint_views(bench.model))
-    for missing in list(views)[::3]:
-        bench.version += 1
-        sink.begin(bench.version)
-        for name, view in views.items():
-            if name != missing:
-                sink.take(name, view)
-        with pytest.raises(EngineFailure, match=f"weights are missing: {missing}$"):
-            sink.end()
-        sink.take(missing, views[missing])
-        sink.end()
-        bench.engine.set_weights_version(bench.version)
+    check_refusals_by_name(bench, names=list(dict(checkpoint_views(bench.model)))[::3])
 
 
 def test_v26_a_matrix_with_the_wrong_sign_is_seen_by_the_canary(bench: EngineBench) -> None:

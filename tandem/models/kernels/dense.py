@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over long segments through cuDNN, one segment after another.
 
-On Hopper, cuDNN's kernels take 0.57 times the time of the variable-length flash attention, for 8k
-keys as for 33k (``docs/performance.md``). They have no operands of several lengths, and their
-causal mask starts at the first key. Each segment is therefore a call of its own. A segment with a
-prefix gets a query of zeros for each key of the prefix; nobody reads the result. The number of rows
-is padded to a multiple, since cuDNN prepares a plan for each number (0.1 s).
+On Hopper it takes 0.5 to 0.6 of the time of flash attention (``benchmarks/DIARY.md``). torch's
+operator fails for segments of several lengths, and its causal mask starts at the first key. Each
+segment is therefore a call, with a query of zeros for each key of its prefix; nobody reads their
+results. The rows are padded to a multiple, since each number of rows needs a plan (0.1 s).
 
-Shapes: T tokens, Y keys, M padded rows of a call, H query heads, K key/value heads, E head
-dimension.
+Shapes: T tokens, Y keys, M padded rows, H query heads, K key/value heads, E head dimension.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ head dimension.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,14 @@ class VarlenAttention:
         keys_S = segments.prefix_length_S + segments.length_S
         self._starts = (_starts(segments.length_S, device), _starts(keys_S, device))
         self._longest = (int(segments.length_S.max()), int(keys_S.max()))
-        self._gather: Gather | None = None
-        if bool((segments.prefix_length_S > 0).any()):
-            self._gather = Gather(_key_index(segments), int(segments.length_S.sum()), device=device)
+
+    @cached_property
+    def _gather(self) -> Gather | None:
+        """The gather that repeats shared prefixes; None without any. cuDNN's calls need none."""
+        segments = self._segments
+        if not bool((segments.prefix_length_S > 0).any()):
+            return None
+        return Gather(_key_index(segments), int(segments.length_S.sum()), device=self._device)
 
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Attend within segments and to their prefixes; the same for every ``layer``."""

@@ -6,6 +6,7 @@ values are those of the version under which their token was fed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.api import RolloutEngine
 from tandem.models.attention import PackedAttention
 from tandem.models.decoder import Attention, Decoder
 from tandem.rollout.keyed_random import stream_keys, uniforms
@@ -35,6 +37,21 @@ def weights_of(decoder: Decoder, version: int) -> Iterator[None]:
     with torch.no_grad():
         for parameter, before in zip(changed, saved, strict=True):
             parameter.copy_(before)
+
+
+def drain_under_versions(
+    engine: RolloutEngine, decoder: Decoder, *, count: int, max_steps: int
+) -> list[Completion]:
+    """Change the weights every ``max_steps`` steps until ``count`` completions have come."""
+    finished: list[Completion] = []
+    for version in itertools.count():
+        with weights_of(decoder, version):
+            engine.set_weights_version(version)
+            finished += engine.advance(max_steps=max_steps)
+            engine.settle()
+        if len(finished) == count:
+            break
+    return finished
 
 
 class _Cached:

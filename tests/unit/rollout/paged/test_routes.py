@@ -7,7 +7,6 @@ pass that first fed it to its sample.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams, Segments
 from tests.fakes.draining import drain, drain_by_sample
 from tests.fakes.tiny_decoder import tiny_decoder
-from tests.unit.rollout.definition import weights_of
+from tests.unit.rollout.definition import drain_under_versions, weights_of
 
 VOCABULARY, PAGE = 40, 8
 EXPERTS = ExpertConfig(8, 3, 16, dense_layers=(0,), is_renormalized=True)
@@ -194,14 +193,7 @@ def test_mo23_computed_again_a_token_keeps_the_experts_under_which_the_next_was_
     requests = [request(0, n=4, length=PAGE + 3), request(5, n=2, length=9)]
     engine = paged(decoder, replace(CONFIG, max_num_seqs=3))
     engine.add(requests)
-    finished: list[Completion] = []
-    for version in itertools.count():
-        with weights_of(decoder, version):
-            engine.set_weights_version(version)
-            finished += engine.advance(max_steps=WINDOW_TOKENS)
-            engine.settle()
-        if len(finished) == 6:
-            break
+    finished = drain_under_versions(engine, decoder, count=6, max_steps=WINDOW_TOKENS)
     assert max(len(completion.version_runs) for completion in finished) > 1
     prompts = {i: one.prompt_ids for one in requests for i in one.sample_ids}
     for one in finished:

@@ -5,7 +5,6 @@ the new weights, whatever is shared, waits or is preempted.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
 from tests.fakes.draining import drain
 from tests.fakes.tiny_decoder import tiny_decoder
-from tests.unit.rollout.definition import assert_drawn, weights_of
+from tests.unit.rollout.definition import assert_drawn, drain_under_versions, weights_of
 
 SEED = 11
 VOCABULARY = 2 + PAGE_TOKENS
@@ -99,14 +98,7 @@ def test_samples_of_a_group_that_end_run_and_wait_while_weights_change(
     )
     engine = paged(decoder, config)
     engine.add(requests)
-    finished: list[Completion] = []
-    for version in itertools.count():
-        with weights_of(decoder, version):
-            engine.set_weights_version(version)
-            finished += engine.advance(max_steps=WINDOW_TOKENS)
-            engine.settle()
-        if len(finished) == 6:
-            break
+    finished = drain_under_versions(engine, decoder, count=6, max_steps=WINDOW_TOKENS)
     assert_drawn(decoder, requests, finished, seed=SEED)
     assert {c.finish_reason for c in finished} == {FinishReason.STOP, FinishReason.LENGTH}
     assert max(len(completion.version_runs) for completion in finished) > 1
