@@ -2,9 +2,9 @@
 """Generation by the native engine on one accelerator: prefill, admission, decode, ends.
 
     python benchmarks/decode.py [--model qwen2.5-0.5b ...] [--workload S T] [--repeats 5]
-    [--rows 256 512] [--quantization fp8] [--lora-rank 32] [--output FILE]
+    [--warmup 2] [--rows 256 512] [--quantization fp8] [--lora-rank 32] [--output FILE]
 
-Prints one JSON object and a table. A repeat generates the whole workload; the first two are warm-up
+Prints one JSON object and a table. A repeat generates the whole workload; the first ones are warm-up
 (compilation, graph capture) and not counted. With ``--rows``, sequences of the workload follow each
 other in so many rows instead, as in asynchronous runs: the rate once they are of all ages. The
 floor adds up, position by position, the larger of matrix products at the measured rate and bytes
@@ -45,7 +45,6 @@ from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 
-NUM_WARMUP = 2
 CACHE_BYTES = 64 << 30
 CONTINUOUS_WARMUP_S = 12.0
 """With three milliseconds a step as long as a response of 4096 tokens."""
@@ -114,12 +113,12 @@ def make_engine(shape: Shape, workload: Workload, *, how: How) -> PagedRolloutEn
     )
 
 
-def run(name: str, workload_name: str, *, repeats: int, how: How) -> dict[str, object]:
+def run(name: str, workload_name: str, *, warmup: int, repeats: int, how: How) -> dict[str, object]:
     """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     engine = make_engine(shape, workload, how=how)
     rates, seconds, counts = [], [], []
-    for repeat in range(NUM_WARMUP + repeats):
+    for repeat in range(warmup + repeats):
         requests = requests_of(workload, seed=repeat, vocabulary=shape.vocabulary)
         synchronize()
         start = time.perf_counter()
@@ -127,7 +126,7 @@ def run(name: str, workload_name: str, *, repeats: int, how: How) -> dict[str, o
         synchronize()
         elapsed = time.perf_counter() - start
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        if repeat >= NUM_WARMUP:
+        if repeat >= warmup:
             rates.append(num_tokens / elapsed)
             seconds.append(elapsed)
             counts.append(num_tokens)
@@ -214,6 +213,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["qwen2.5-0.5b"], choices=SHAPES)
     parser.add_argument("--workload", nargs="+", default=["S"], choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rows", nargs="+", type=int, default=[])
     parser.add_argument("--quantization", choices=["fp8"])
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters of all linear maps")
@@ -233,7 +233,13 @@ def main() -> None:
                 flush=True,
             )
         for workload in [] if arguments.rows else arguments.workload:
-            row = run(model, workload, repeats=arguments.repeats, how=how)
+            row = run(
+                model,
+                workload,
+                warmup=arguments.warmup,
+                repeats=arguments.repeats,
+                how=how,
+            )
             rows.append(row)
             print(
                 f"{model} {workload}: {row['tokens_per_s']:,.0f} tokens/s, {row['seconds']:.2f} s, "

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.comm.store import connect_store
+from tests.fakes.preloading import with_preloaded
 
 HOST = "127.0.0.1"
 DEADLINE_S = 600.0
@@ -108,7 +109,7 @@ def fork_until(key: str, store_port: int, function: Callable[[], None]) -> int:
 
 def _start(place: _Place, task: bytes) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(with_preloaded(_PRELOADED))
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, place, task), daemon=True)
     process.start()

@@ -7,6 +7,7 @@ vLLM's CPU attention has a kernel.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,7 @@ def running(
     build: Callable[[EngineSpec], RolloutEngine], spec: EngineSpec
 ) -> Iterator[EngineBench]:
     """Run an engine with the weights of the spec's model as version 0, and close it."""
+    gc.freeze()  # vLLM collects often, and need not look at what is there from other tests
     engine = build(spec)
     try:
         sink = engine.sink()

@@ -27,6 +27,7 @@ from typing import Any
 from tandem.cli.main import main
 from tests.fakes.forking.server import Forking, start_forking
 from tests.fakes.hosts import enter_host
+from tests.fakes.preloading import with_preloaded
 
 PRELOADED = (
     "tandem.cli.train",
@@ -189,7 +190,7 @@ def start_server() -> None:
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(with_preloaded(PRELOADED))
     return context
 
 

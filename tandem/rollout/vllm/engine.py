@@ -38,6 +38,7 @@ from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
 from tandem.rollout.vllm.experts import compute_own_experts_on_cpus
 from tandem.rollout.vllm.library import (
     ENVIRONMENT,
+    import_engine,
     of_vllm,
     register_model,
     undisturbed_process,
@@ -324,6 +325,7 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
     ranks = Ranks(spec.config.ranks_per_engine)
     try:
         with undisturbed_process(), tempfile.TemporaryDirectory(prefix="tandem-vllm-") as folder:
+            import_engine()
             arguments = _arguments(spec, Path(folder))
             engine = _start(spec, streams, arguments=arguments, executor=ranks.executor_class())
     except EngineFailure:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from tandem.runtime.os_settings import no_collection
 from tests.fakes.forking import interpreter
+from tests.fakes.preloading import with_preloaded
 
 PRELOADED = ("tandem.runtime.worker_process", "tandem.workers.worker", "torch._dynamo")
 """Imported when the first worker is asked for. Not ray, which reads its settings from the
@@ -94,7 +95,7 @@ def serve(listener: socket.socket) -> None:
 @cache
 def _preload() -> None:
     with no_collection():
-        for name in PRELOADED:
+        for name in with_preloaded(PRELOADED):
             import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork takes only the thread that forks"
 
