@@ -4,13 +4,13 @@
     python benchmarks/decode.py [--model qwen2.5-0.5b ...] [--workload S T] [--repeats 5]
     [--warmup 2] [--rows 256 512] [--quantization fp8] [--lora-rank 32] [--output FILE]
 
-Prints one JSON object and a table. A repeat generates the whole workload; the first ones are warm-up
-(compilation, graph capture) and not counted. With ``--rows``, sequences of the workload follow each
-other in so many rows instead, as in asynchronous runs: the rate once they are of all ages. The
-floor adds up, position by position, the larger of matrix products at the measured rate and bytes
-(weights, cached keys and values) at the measured copy rate; where lengths are drawn, for the rows
-that are expected to be left. It is that of bf16, also with ``--quantization``, and does not count
-adapters. Routers of experts are balanced (``shapes.plant_balance``).
+Prints one JSON object and a table. A repeat generates the whole workload; the first ones are
+warm-up (compilation, graph capture) and not counted. With ``--rows``, sequences of the workload
+follow each other in so many rows instead, as in asynchronous runs: the rate once they are of all
+ages. The floor adds up, position by position, the larger of matrix products at the measured rate
+and bytes (weights, cached keys and values) at the measured copy rate; where lengths are drawn, for
+the rows that are expected to be left. It is that of bf16, also with ``--quantization``, and does
+not count adapters. Routers of experts are balanced (``shapes.plant_balance``).
 """
 
 import argparse

@@ -170,6 +170,7 @@ def settings(options: argparse.Namespace, task: dict[str, Any], folder: Path) ->
         "trainer.default_local_dir": folder / "checkpoints",
         "trainer.logger": "[console,file]",
         "ray_kwargs.ray_init.num_cpus": 16,
+        "+ray_kwargs.ray_init.num_gpus": 1,
         "+ray_kwargs.ray_init.include_dashboard": False,
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -139,7 +140,23 @@ def open_spec(
     model.module.requires_grad_(False)
     few = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "seed": 3}
     config = RolloutConfig.model_validate(few | keys)
-    return EngineSpec(model, folder, config, EOS, platform)
+    return EngineSpec(model, folder, config, EOS, platform, _SIZES["max_position_embeddings"])
+
+
+@contextmanager
+def scheduling_ahead() -> Iterator[None]:
+    """Let vLLM schedule a step while the one before is computed, as on devices but CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def update_and_schedule_ahead(vllm_config: Any) -> None:
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    replaced = staticmethod(update_and_schedule_ahead)
+    with patch.object(CpuPlatform, "check_and_update_config", replaced):
+        yield
 
 
 @contextmanager
@@ -155,7 +172,8 @@ def running(
         rollout.set_weights_version(0)
         yield EngineBench(engine, rollout, spec.model)
     finally:
-        engine.close()
+        with patch.object(gc, "unfreeze"):  # likewise when it ends
+            engine.close()
 
 
 def requests(

@@ -5,7 +5,8 @@ V7: an engine that is built again draws them again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.engines.bench import (
     open_spec,
     requests,
     running,
+    scheduling_ahead,
     tokens_of,
     write_model,
 )
@@ -49,16 +51,21 @@ def expected(folder: Path) -> Mapping[int, Completion]:
         return bench.generate(_asked())
 
 
+@pytest.mark.parametrize("scheduling", [nullcontext, scheduling_ahead])
 @pytest.mark.parametrize(
     ("keys", "is_reversed"),
     [({}, False), ({"max_num_seqs": 3, "max_num_batched_tokens": 48}, True)],
     ids=["as the native engine", "other batches, order and chunks"],
 )
 def test_v6_tokens_are_those_of_the_native_engine(
-    folder: Path, expected: Mapping[int, Completion], keys: Mapping[str, Any], is_reversed: bool
+    folder: Path,
+    expected: Mapping[int, Completion],
+    keys: Mapping[str, Any],
+    is_reversed: bool,
+    scheduling: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """V7 too: each case has an engine of its own."""
-    with running(build, open_spec(folder, **keys)) as bench:
+    with scheduling(), running(build, open_spec(folder, **keys)) as bench:
         asked = _asked()
         found = bench.generate(asked[::-1] if is_reversed else asked)
     assert tokens_of(found) == tokens_of(expected)
@@ -66,7 +73,10 @@ def test_v6_tokens_are_those_of_the_native_engine(
         assert found[sample_id].log_probs == pytest.approx(list(one.log_probs), abs=MAX_ERROR)
 
 
-def test_v6_samples_that_vllm_interrupts_draw_the_same(folder: Path) -> None:
+@pytest.mark.parametrize("scheduling", [nullcontext, scheduling_ahead])
+def test_v6_samples_that_vllm_interrupts_draw_the_same(
+    folder: Path, scheduling: Callable[[], AbstractContextManager[None]]
+) -> None:
     """The cache has 40 blocks of 32 tokens, and 16 sequences of up to 195 tokens are under way."""
     asked = [
         GenerationRequest(tuple(range(8 * i, 8 * i + 8)), tuple(range(2 + i, 92)), LONG)
@@ -76,7 +86,8 @@ def test_v6_samples_that_vllm_interrupts_draw_the_same(folder: Path) -> None:
         expected = bench.generate(asked)
     arguments = {"block_size": BLOCK, "num_gpu_blocks_override": NUM_BLOCKS}
     keys = {"max_num_seqs": 16, "engine_kwargs": {"vllm": arguments}}
-    with running(build, open_spec(folder, disable_log_stats=False, **keys)) as bench:
+    spec = open_spec(folder, disable_log_stats=False, **keys)
+    with scheduling(), running(build, spec) as bench:
         assert isinstance(bench.engine, VllmRolloutEngine)
         assert bench.engine.capacity.cache_tokens == NUM_BLOCKS * BLOCK
         interrupted = _count_interruptions(bench.engine)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.engines.bench import (
     largest_error,
     open_spec,
     running,
+    scheduling_ahead,
     write_model,
 )
 
@@ -33,10 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), "qwen2 tied")
 
 
-@pytest.fixture(scope="module", params=[True, "keep_cache"], ids=["recompute", "keep_cache"])
+@pytest.fixture(
+    scope="module",
+    params=[(True, nullcontext), ("keep_cache", nullcontext), (True, scheduling_ahead)],
+    ids=["recompute", "keep_cache", "recompute, scheduling ahead"],
+)
 def bench(request: pytest.FixtureRequest, folder: Path) -> Iterator[EngineBench]:
+    partial_rollout, scheduling = request.param
     keys = {"engine_kwargs": {"vllm": {"block_size": 32}}, "max_num_batched_tokens": 512}
-    with running(build, open_spec(folder, partial_rollout=request.param, **keys)) as bench:
+    spec = open_spec(folder, partial_rollout=partial_rollout, **keys)
+    with scheduling(), running(build, spec) as bench:
         yield bench
 
 

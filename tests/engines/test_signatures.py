@@ -42,6 +42,8 @@ CALLED: Mapping[str, Sequence[str]] = {
         "LLMEngine.wake_up",
         "LLMEngine.get_metrics",
     ),
+    "v1/engine/core.py": ("EngineCore.step_with_batch_queue",),
+    "v1/core/sched/scheduler.py": ("Scheduler.set_pause_state",),
     "v1/sample/logits_processor/interface.py": (
         "LogitsProcessor.__init__",
         "LogitsProcessor.is_argmax_invariant",

@@ -22,6 +22,7 @@ from tests.engines.bench import (
     open_spec,
     requests,
     running,
+    scheduling_ahead,
     tokens_of,
     write_model,
 )
@@ -45,9 +46,12 @@ BLOCKS = {"engine_kwargs": {"vllm": {"block_size": 32}}}
 
 
 def _run_rank(rank: int, size: int, store_port: int, folder: Path) -> dict[str, Any]:
-    """Do the same on each rank but the last request, and return what the tests look at."""
+    """Do the same on each rank but the last request, and return what the tests look at.
+
+    Steps are scheduled ahead here, and not in ``_update_rank``.
+    """
     facts: dict[str, Any] = {}
-    with running(build, open_spec(folder, **KEYS, **BLOCKS)) as bench:
+    with scheduling_ahead(), running(build, open_spec(folder, **KEYS, **BLOCKS)) as bench:
         facts["tokens"] = tokens_of(bench.generate(requests(n=17)))
         errors: list[float] = []
         for seed in range(3):  # the same prompts under three versions

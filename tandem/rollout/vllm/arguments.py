@@ -8,10 +8,13 @@ from typing import Any
 from tandem.rollout.canary import CANARY_LENGTH
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.settings import CacheShape
 from tandem.rollout.vllm.keys import passed_arguments
 
 _ON_CPUS = "fp8_per_channel"
 """vLLM's quantization on CPUs, where it lacks the operator that gives a matrix one scale."""
+_LARGEST_BLOCK = 128
+"""Tokens of a block of vLLM's cache on CPUs. The last block of a row may hold one token."""
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_model_len": -1 if length is None else length,
         "max_num_seqs": num_rows,
         "max_num_batched_tokens": max(num_rows, config.max_num_batched_tokens, longest_prefill),
-        "kv_cache_memory_bytes": _cache_bytes(spec),
+        "kv_cache_memory_bytes": _cache_bytes(spec, num_rows=num_rows, length=length),
         "enforce_eager": config.enforce_eager or not on_device,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
@@ -41,7 +44,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_custom_all_reduce": True,
         "enable_sleep_mode": config.free_cache_engine and on_device,
         "scheduling_policy": "priority",  # a canary does not wait for samples
-        "async_scheduling": False,  # each token has the version that was in use when it was drawn
+        # Scheduled while the device computes the step before. vLLM has no such steps on CPUs.
+        "async_scheduling": on_device,
         "disable_log_stats": config.disable_log_stats,
     }
     if on_device:
@@ -54,11 +58,15 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments | passed_arguments(config.engine_kwargs.vllm)
 
 
-def _cache_bytes(spec: EngineSpec) -> int:
+def _cache_bytes(spec: EngineSpec, *, num_rows: int, length: int | None) -> int:
     """Return the size of the cache. What is free at the moment has no influence on it."""
-    total = spec.platform.total_memory_bytes()
+    total, decoder = spec.platform.total_memory_bytes(), spec.model.decoder
     if spec.platform.device_type == "cpu":
-        return total // 16
+        if decoder is None or length is None:
+            return total // 16
+        # vLLM writes zeros into all of it when it starts: twice what the rows need at most.
+        needed = num_rows * (length + _LARGEST_BLOCK) * CacheShape.of(decoder).bytes_per_token
+        return min(total // 16, 2 * needed)
     weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
     weights //= spec.config.ranks_per_engine
     return max(1, int(total * spec.config.gpu_memory_utilization) - weights)

@@ -10,6 +10,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.models.operators import upload
 from tandem.rollout.keyed_random import uniforms
 from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.vllm.library import of_vllm
@@ -56,12 +58,43 @@ class Stream:
         self.versions.append((num_tokens, version))
 
 
+class DrawnLogProbs:
+    """The log-probs of steps, on their way from the device into the streams.
+
+    vLLM prepares the next step while the device computes one, so that a draw must not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Sequence[Stream], Sequence[int], Tensor, torch.Event]] = deque()
+
+    def note(self, rows: Sequence[Stream], positions: Sequence[int], logp_B: Tensor) -> None:
+        """Take the log-probs of a step, one for the given position of each row."""
+        if logp_B.device.type == "cpu":
+            return _write(rows, positions, logp_B)
+        self.read()
+        copied_B, event = logp_B.to("cpu", non_blocking=True), torch.Event(logp_B.device)
+        event.record()
+        self._steps.append((rows, positions, copied_B, event))
+
+    def read(self) -> None:
+        """Write the log-probs that have been computed into their streams."""
+        while self._steps and self._steps[0][-1].query():
+            rows, positions, copied_B, _ = self._steps.popleft()
+            _write(rows, positions, copied_B)
+
+
+def _write(rows: Sequence[Stream], positions: Sequence[int], logp_B: Tensor) -> None:
+    for row, position, logp in zip(rows, positions, logp_B.tolist(), strict=True):
+        row.log_probs[position:] = [logp]
+
+
 class Rows:
     """The streams of the rows of vLLM's batch, whose tokens ``draw_rows`` draws."""
 
-    def __init__(self, device: torch.device, draw_rows: DrawRows) -> None:
+    def __init__(self, device: torch.device, draw_rows: DrawRows, log_probs: DrawnLogProbs) -> None:
         self._device = device
         self._draw_rows = draw_rows
+        self._log_probs = log_probs
         self._rows: dict[int, Stream] = {}
 
     def add(self, index: int, stream: Stream | None, *, token_ids: Sequence[int]) -> None:
@@ -95,38 +128,39 @@ class Rows:
         if len(places) == len(logits_BV):
             return self._draw(logits_BV, [self._rows[index] for index in places])
         if places:
-            place_R = torch.tensor(places, device=logits_BV.device)
+            place_R = upload(torch.tensor(places), logits_BV.device)
             drawn_RV = self._draw(logits_BV[place_R], [self._rows[index] for index in places])
             logits_BV[place_R] = drawn_RV
         return logits_BV
 
     def _draw(self, logits_BV: Tensor, rows: Sequence[Stream]) -> Tensor:
         positions = [len(row.token_ids) for row in rows]
-        keys_B = torch.tensor([row.key for row in rows], device=self._device)
-        position_B1 = torch.tensor(positions, device=self._device)[:, None]
+        numbers_2B = upload(torch.tensor([[row.key for row in rows], positions]), self._device)
         forced = {
             index: row.forced[min(position, len(row.forced) - 1)]
             for index, (row, position) in enumerate(zip(rows, positions, strict=True))
             if row.forced
         }
-        uniform_B = uniforms(keys_B, position_B1)[:, 0]
+        uniform_B = uniforms(numbers_2B[0], numbers_2B[1][:, None])[:, 0]
         rules = [row.rule for row in rows]
         draw = self._draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
-        logps = draw.logp_B.tolist()
-        for row, position, logp in zip(rows, positions, logps, strict=True):
-            row.log_probs[position:] = [logp]
+        self._log_probs.note(rows, positions, draw.logp_B)
         # Not NaN, of which vLLM's greedy choice may pick another token.
         shown_B1 = draw.logp_B[:, None].nan_to_num(nan=NOT_FINITE)
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
 
 
 def processor_class(
-    stream_of: Callable[[Any], Stream | None], *, draw_rows: DrawRows = draw_rows
+    stream_of: Callable[[Any], Stream | None],
+    *,
+    log_probs: DrawnLogProbs,
+    draw_rows: DrawRows = draw_rows,
 ) -> type:
     """Return the class of a logits processor for vLLM that draws the tokens of streams.
 
     Args:
         stream_of: returns the stream of a request by its sampling parameters; None: vLLM draws.
+        log_probs: gets the log-probs of the drawn tokens.
         draw_rows: draws the tokens of a step.
     """
     base = of_vllm("v1.sample.logits_processor", "LogitsProcessor")
@@ -136,7 +170,7 @@ def processor_class(
         """A logits processor that leaves only the token of the keyed draw."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-            self._rows = Rows(device, draw_rows)
+            self._rows = Rows(device, draw_rows, log_probs)
 
         def is_argmax_invariant(self) -> bool:
             """Return False: the likeliest token changes."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
 from tandem.rollout.step_watch import StepWatch
 from tandem.rollout.vllm.arguments import engine_arguments
-from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
+from tandem.rollout.vllm.draw import GREEDY, DrawnLogProbs, Stream, processor_class
 from tandem.rollout.vllm.experts import compute_own_experts_on_cpus
 from tandem.rollout.vllm.library import (
     ENVIRONMENT,
@@ -60,14 +60,21 @@ class _Sample:
     eos_ids: TokenIds
 
 
+@dataclass(frozen=True)
+class _Draws:
+    """The streams of the samples by their names, and the log-probs on their way into them."""
+
+    streams: dict[str, Stream] = field(default_factory=dict[str, Stream])
+    log_probs: DrawnLogProbs = field(default_factory=DrawnLogProbs)
+
+
 class VllmRolloutEngine:
     """An ``api.RolloutEngine`` over a vLLM engine, which ``build`` makes."""
 
-    def __init__(
-        self, spec: EngineSpec, engine: Any, *, streams: dict[str, Stream], ranks: Ranks
-    ) -> None:
-        """Take ``engine``, whose logits processor draws for ``streams``."""
-        self._spec, self._engine, self._streams, self._ranks = spec, engine, streams, ranks
+    def __init__(self, spec: EngineSpec, engine: Any, *, draws: _Draws, ranks: Ranks) -> None:
+        """Take ``engine``, whose logits processor makes ``draws``."""
+        self._spec, self._engine, self._ranks = spec, engine, ranks
+        self._streams, self._log_probs = draws.streams, draws.log_probs
         config, cache = spec.config, engine.vllm_config.cache_config
         self._keeps_cache = config.partial_rollout == "keep_cache"
         self.facts = EngineFacts(
@@ -141,7 +148,20 @@ class VllmRolloutEngine:
         return finished
 
     def settle(self) -> None:
-        """Return at once: nothing is computed between two steps."""
+        """Wait for the step that the device computes ahead, and read it.
+
+        Collective over the ranks of an engine.
+        """
+        core = self._engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        states = of_vllm("v1.core.sched.interface", "PauseState")
+        core.scheduler.set_pause_state(states.PAUSED_ALL)
+        try:
+            while core.batch_queue:
+                self._step()
+        finally:
+            core.scheduler.set_pause_state(states.UNPAUSED)
 
     def set_weights_version(self, version: int) -> bool:
         """Tag later tokens with ``version``, and check weights that have come."""
@@ -185,6 +205,7 @@ class VllmRolloutEngine:
 
     def sleep(self) -> bool:
         """Free weights and cache, unless there is something to generate."""
+        self.settle()
         if self._samples or self._finished:
             return False
         self._drop_canary()
@@ -259,6 +280,7 @@ class VllmRolloutEngine:
     def _finish(self, output: Any) -> None:
         stream = self._streams.pop(output.request_id)
         token_ids = list(output.outputs[0].token_ids)
+        self._log_probs.read()
         log_probs = stream.log_probs[: len(token_ids)]
         if output.request_id == _CANARY:
             dtypes = (self._spec.model.lm_head_weight.dtype, self._dtype)
@@ -321,18 +343,18 @@ def build_here(spec: EngineSpec) -> VllmRolloutEngine:
     if spec.config.expert_parallel_size > 1 and spec.platform.device_type == "cpu":
         compute_own_experts_on_cpus()
     spec.warn_of_precision()
-    streams: dict[str, Stream] = {}
+    draws = _Draws()
     ranks = Ranks(spec.config.ranks_per_engine)
     try:
         with undisturbed_process(), tempfile.TemporaryDirectory(prefix="tandem-vllm-") as folder:
             import_engine()
             arguments = _arguments(spec, Path(folder))
-            engine = _start(spec, streams, arguments=arguments, executor=ranks.executor_class())
+            engine = _start(spec, draws, arguments=arguments, executor=ranks.executor_class())
     except EngineFailure:
         raise
     except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
         raise EngineFailure(f"vLLM cannot serve {spec.folder}: {first_line(error)}") from error
-    return VllmRolloutEngine(spec, engine, streams=streams, ranks=ranks)
+    return VllmRolloutEngine(spec, engine, draws=draws, ranks=ranks)
 
 
 def _arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
@@ -356,14 +378,16 @@ def _arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 def _start(
     spec: EngineSpec,
-    streams: dict[str, Stream],
+    draws: _Draws,
     *,
     arguments: Mapping[str, Any],
     executor: type,
 ) -> Any:
-    """Return vLLM's engine, whose logits processor draws for ``streams``."""
+    """Return vLLM's engine, whose logits processor makes ``draws``."""
     processor = processor_class(
-        lambda params: streams[params.extra_args["stream"]], draw_rows=_draw_rows(spec)
+        lambda params: draws.streams[params.extra_args["stream"]],
+        log_probs=draws.log_probs,
+        draw_rows=_draw_rows(spec),
     )
     given = of_vllm("", "EngineArgs")(
         **arguments,

@@ -64,7 +64,7 @@ def test_v13_a_key_reaches_vllm(
 def test_v13_what_no_key_decides(spec: EngineSpec) -> None:
     found = arguments(spec)
     assert found["generation_config"] == "vllm", "not the folder's own defaults of sampling"
-    assert found["skip_tokenizer_init"] and not found["async_scheduling"]
+    assert found["skip_tokenizer_init"]
     assert found["max_model_len"] == 48
     assert engine_arguments(replace(spec, max_length=None))["max_model_len"] == -1
     assert engine_arguments(replace(spec, max_length=3))["max_model_len"] == 16, "the canary's"
@@ -83,4 +83,5 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     assert arguments(spec, quantization="fp8")["quantization"] == "fp8"
     assert "quantization" not in found
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
+    assert found["async_scheduling"], "steps are scheduled while the device computes"
     assert not arguments(spec)["enable_sleep_mode"]

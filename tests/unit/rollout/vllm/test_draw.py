@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs that a device computes while vLLM prepares the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.rollout.vllm.draw import GREEDY, DrawnLogProbs, Stream
+
+
+class _Event:
+    """The event of a device that has computed what it is told it has."""
+
+    made: list[_Event]
+
+    def __init__(self, device: torch.device) -> None:
+        self.has_happened = False
+        self.made.append(self)
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        return self.has_happened
+
+
+class _OfDevice:
+    """Numbers of a device, whose copy to the host is complete when the event has happened."""
+
+    device = torch.device("meta")
+
+    def __init__(self, *numbers: float) -> None:
+        self._numbers = torch.tensor(numbers)
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return them on the host."""
+        return self._numbers
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
+    _Event.made = []
+    monkeypatch.setattr(torch, "Event", _Event)
+    return _Event.made
+
+
+def test_log_probs_are_written_when_the_device_has_them(events: list[_Event]) -> None:
+    drawn, one, other = DrawnLogProbs(), Stream(0, GREEDY), Stream(1, GREEDY)
+    noted: list[Any] = [_OfDevice(-1.0, -2.0), _OfDevice(-3.0, -4.0)]
+    drawn.note([one, other], [0, 0], noted[0])
+    drawn.note([one, other], [1, 1], noted[1])
+    events[1].has_happened = True
+    drawn.read()
+    assert one.log_probs == [], "they are written in the order in which they were drawn"
+    events[0].has_happened = True
+    drawn.read()
+    assert one.log_probs == [-1.0, -3.0]
+    assert other.log_probs == [-2.0, -4.0]
+
+
+def test_a_token_that_is_drawn_again_replaces_the_first(events: list[_Event]) -> None:
+    drawn, row = DrawnLogProbs(), Stream(0, GREEDY)
+    noted: list[Any] = [_OfDevice(-1.0), _OfDevice(-2.0)]
+    for log_probs in noted:
+        drawn.note([row], [0], log_probs)
+        events[-1].has_happened = True
+    drawn.read()
+    assert row.log_probs == [-2.0]
+    assert len(events) == 2
+
+
+def test_on_a_cpu_they_are_there_at_once() -> None:
+    drawn, row = DrawnLogProbs(), Stream(0, GREEDY)
+    drawn.note([row], [0], torch.tensor([-1.5]))
+    assert row.log_probs == [-1.5]
