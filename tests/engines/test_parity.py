@@ -24,8 +24,6 @@ FAMILIES = (
     *("qwen2 tied", "qwen2 untied", "qwen3", "llama", "gemma", "phi3"),
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1"),
 )
-COMPUTED_LIKE_ANOTHER = ("qwen2_moe", "mixtral", "olmoe", "glm4_moe")
-"""Families with the layer of experts of Qwen3-MoE, or with the network of dots.llm1."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -67,14 +65,6 @@ def test_v1_an_update_without_a_tensor_is_refused_by_its_name(bench: EngineBench
     parity.check_tensors_that_are_left_out(bench, names=left_out)
 
 
-@pytest.mark.parametrize(
-    "bench",
-    [
-        pytest.param(name, marks=pytest.mark.deep if name in COMPUTED_LIKE_ANOTHER else ())
-        for name in FAMILIES
-    ],
-    indirect=True,
-)
 def test_v1_a_tensor_changed_by_a_tenth_is_seen_by_the_canary(bench: EngineBench) -> None:
     """An expert has to wait until a token of a canary goes there, which takes many versions."""
     parity.check_tensors_that_are_a_tenth_off(bench)

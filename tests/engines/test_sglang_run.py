@@ -141,13 +141,11 @@ def _sglang_of(mark: str) -> tuple[int, psutil.Process]:
     return engine.pid, scheduler
 
 
-@pytest.mark.parametrize("part", ["scheduler", pytest.param("engine", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("part", ["scheduler", "engine"])
 def test_v10_a_killed_process_of_sglang_ends_the_run_and_is_named(
     material: Material, policy: Path, tmp_path: Path, part: str
 ) -> None:
-    """In a run of one process without restarts. ``engine`` is the scheduler's parent, which
-    ``test_sglang`` kills too.
-    """
+    """In a run of one process without restarts. ``engine`` is the scheduler's parent."""
     mark, run = uuid.uuid4().hex, tmp_path / "run"
     command = Command(
         _arguments(material, run, policy, "trainer.total_training_steps=200"),
