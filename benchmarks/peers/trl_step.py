@@ -161,8 +161,8 @@ def train(options: argparse.Namespace, chosen: dict[str, Any], *, task: dict[str
     # AutoTokenizer would take the words of any qwen2 folder for Qwen's own byte pairs.
     model = str(options.folder / task["model"])
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(model)
-    rows = [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()]
-    prompts = [row["prompt"][0]["content"] for row in rows]
+    lines = (place / "prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"][0]["content"] for line in lines]
     lengths = {len(ids) for ids in tokenizer(prompts)["input_ids"]}
     if lengths != {task["prompt"]}:
         sys.exit(f"prompts have {sorted(lengths)} tokens, not {task['prompt']}")
@@ -174,12 +174,15 @@ def train(options: argparse.Namespace, chosen: dict[str, Any], *, task: dict[str
     # TRL hands these seconds to trackers on the network only.
     ProfilingContext._log_metrics = lambda context, seconds: clock.add(context.name, seconds)
     with tempfile.TemporaryDirectory() as output:
+        # By a file: datasets cannot pickle every release of pyarrow's types, as from_dict does.
+        rows = Path(output) / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         trainer = trl.GRPOTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=reward,
             args=trl.GRPOConfig(output_dir=output, **chosen),
-            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            train_dataset=datasets.Dataset.from_json(str(rows), cache_dir=output),
             callbacks=[clock],
             peft_config=adapters(options),
         )
