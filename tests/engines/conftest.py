@@ -5,10 +5,18 @@ processor time. Those of commands with conditions import it themselves.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from importlib.util import find_spec
+
+import pytest
 
 from tests.fakes.preloading import PRELOADED
 
-if find_spec("vllm") is not None:
-    os.environ[PRELOADED] = "tests.engines.imported_vllm"
+
+@pytest.fixture(scope="package", autouse=True)
+def imported_vllm() -> Iterator[None]:
+    """Name the module that imports vLLM, if it is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("vllm") is not None:
+            patch.setenv(PRELOADED, "tests.engines.imported_vllm")
+        yield

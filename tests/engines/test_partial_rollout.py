@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.rollout.vllm.engine import build
-from tandem.testing.contracts.rollout import EngineBench
+from tandem.testing.contracts.rollout import EngineBench, check_engine
 from tandem.types import GenerationRequest, SamplingParams
 from tests.engines.bench import (
     MAX_ERROR,
@@ -21,6 +22,7 @@ from tests.engines.bench import (
     scheduling_ahead,
     write_model,
 )
+from tests.fakes.generation import change
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
@@ -37,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[(True, nullcontext), ("keep_cache", nullcontext), (True, scheduling_ahead)],
-    ids=["recompute", "keep_cache", "recompute, scheduling ahead"],
+    params=product((True, "keep_cache"), (nullcontext, scheduling_ahead)),
+    ids=["recompute", "recompute, ahead", "keep_cache", "keep_cache, ahead"],
 )
 def bench(request: pytest.FixtureRequest, folder: Path) -> Iterator[EngineBench]:
     partial_rollout, scheduling = request.param
@@ -90,6 +92,25 @@ def test_v5_new_requests_of_an_old_prompt_get_the_new_weights_alone(bench: Engin
         assert largest_error(bench, [request], found) <= MAX_ERROR
         versions = {version for i in request.sample_ids for version, _ in found[i].version_runs}
         assert versions == {bench.version}
+
+
+def test_v5_new_weights_wait_for_the_step_that_is_ahead(folder: Path) -> None:
+    spec = open_spec(folder, partial_rollout=True, max_num_batched_tokens=512)
+    with scheduling_ahead(), running(build, spec) as bench:
+        request = GenerationRequest((0, 1), PROMPT, LONG)
+        bench.rollout.add([request])
+        assert bench.rollout.advance(7) == []
+        change(bench.model, seed=1)
+        bench.rollout.set_weights_version(1)
+        for one in bench.drain([request]).values():
+            assert one.version_runs == ((0, 7), (1, LONG.max_new_tokens - 7))
+            expected = bench.log_probs(request, one)[7:].tolist()
+            assert list(one.log_probs[7:]) == pytest.approx(expected, abs=MAX_ERROR)
+
+
+def test_v1_an_engine_that_schedules_ahead_keeps_the_promises(tmp_path: Path) -> None:
+    with scheduling_ahead():
+        assert check_engine(build, tmp_path) == []
 
 
 def _load(bench: EngineBench, weights: list[torch.Tensor]) -> None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from tandem.rollout.canary import CANARY_LENGTH
 from tandem.rollout.factory import EngineSpec
@@ -13,8 +16,8 @@ from tandem.rollout.vllm.keys import passed_arguments
 
 _ON_CPUS = "fp8_per_channel"
 """vLLM's quantization on CPUs, where it lacks the operator that gives a matrix one scale."""
-_LARGEST_BLOCK = 128
-"""Tokens of a block of vLLM's cache on CPUs. The last block of a row may hold one token."""
+_BLOCK = 128
+"""Tokens of a block of vLLM's cache on CPUs, unless ``engine_kwargs.vllm.block_size`` is more."""
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -64,8 +67,11 @@ def _cache_bytes(spec: EngineSpec, *, num_rows: int, length: int | None) -> int:
     if spec.platform.device_type == "cpu":
         if decoder is None or length is None:
             return total // 16
-        # vLLM writes zeros into all of it when it starts: twice what the rows need at most.
-        needed = num_rows * (length + _LARGEST_BLOCK) * CacheShape.of(decoder).bytes_per_token
+        # vLLM writes zeros into all of it when it starts: twice what the rows need at most, in
+        # fp32. The last block of a row may hold one token, and one block is vLLM's own.
+        block = max(_BLOCK, spec.config.engine_kwargs.vllm.get("block_size") or 0)
+        shape = replace(CacheShape.of(decoder), dtype=torch.float32)
+        needed = (num_rows * (length + block) + block) * shape.bytes_per_token
         return min(total // 16, 2 * needed)
     weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
     weights //= spec.config.ranks_per_engine

@@ -85,6 +85,7 @@ class DrawnLogProbs:
 
 def _write(rows: Sequence[Stream], positions: Sequence[int], logp_B: Tensor) -> None:
     for row, position, logp in zip(rows, positions, logp_B.tolist(), strict=True):
+        assert position <= len(row.log_probs), "a step before this one was not written"
         row.log_probs[position:] = [logp]
 
 

@@ -278,24 +278,16 @@ class VllmRolloutEngine:
                 self._finish(output)
 
     def _finish(self, output: Any) -> None:
-        stream = self._streams.pop(output.request_id)
         token_ids = list(output.outputs[0].token_ids)
         self._log_probs.read()
-        log_probs = stream.log_probs[: len(token_ids)]
+        log_probs = self._streams[output.request_id].log_probs[: len(token_ids)]
+        if len(log_probs) != len(token_ids):
+            raise EngineFailure("vLLM: tokens have come without their log-probs")
         if output.request_id == _CANARY:
-            dtypes = (self._spec.model.lm_head_weight.dtype, self._dtype)
-            expected_R, self._expected_R = self._expected_R, None
-            assert expected_R is not None, "a canary runs only after an update"
-            found_R = torch.tensor(log_probs)
-            require_equal(
-                expected_R,
-                found_R,
-                engine="vLLM",
-                version=self._version,
-                dtypes=dtypes,
-                is_quantized=self._spec.config.quantization is not None,
-            )
+            self._require_right_weights(log_probs)
+            del self._streams[_CANARY]
             return
+        stream = self._streams.pop(output.request_id)
         sample = self._samples.pop(output.request_id)
         num_cached = output.num_cached_tokens or 0
         self._num_prefilled_tokens += len(sample.prompt_ids) - num_cached
@@ -311,6 +303,19 @@ class VllmRolloutEngine:
                 versions=stream.versions,
             )
         )
+
+    def _require_right_weights(self, log_probs: Sequence[float]) -> None:
+        """Compare the log-probs of a canary. Until they are right, no completion is returned."""
+        assert self._expected_R is not None, "a canary runs only after an update"
+        require_equal(
+            self._expected_R,
+            torch.tensor(log_probs),
+            engine="vLLM",
+            version=self._version,
+            dtypes=(self._spec.model.lm_head_weight.dtype, self._dtype),
+            is_quantized=self._spec.config.quantization is not None,
+        )
+        self._expected_R = None
 
     def _expect(self, version: int) -> None:
         self._drop_canary()

@@ -46,6 +46,7 @@ def import_engine() -> None:
     which would take half a second.
     """
     collects = gc.isenabled()
+    gc.collect()  # what is garbage now would stay
     gc.disable()
     try:
         of_vllm("v1.engine.llm_engine", "LLMEngine")

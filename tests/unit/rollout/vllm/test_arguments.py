@@ -85,3 +85,18 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
     assert found["async_scheduling"], "steps are scheduled while the device computes"
     assert not arguments(spec)["enable_sleep_mode"]
+
+
+def test_v13_the_cache_on_a_cpu_is_twice_what_the_rows_need(spec: EngineSpec) -> None:
+    """For three samples and a canary of up to 48 tokens, in fp32, and for vLLM's own block."""
+    assert spec.model.decoder is not None
+    config = spec.model.decoder.config
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    found = arguments(spec, max_num_seqs=3)["kv_cache_memory_bytes"]
+    assert found == 2 * (4 * (48 + 128) + 128) * token
+    larger = arguments(spec, max_num_seqs=3, engine_kwargs={"vllm": {"block_size": 512}})
+    assert larger["kv_cache_memory_bytes"] == 2 * (4 * (48 + 512) + 512) * token
+    unknown = engine_arguments(replace(spec, max_length=None))
+    assert unknown["kv_cache_memory_bytes"] == CPU.total_memory_bytes() // 16
+    small = replace(spec, platform=replace(CPU, total_memory_bytes=lambda: 1600))
+    assert engine_arguments(small)["kv_cache_memory_bytes"] == 100

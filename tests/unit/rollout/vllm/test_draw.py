@@ -17,33 +17,38 @@ class _Event:
     made: list[_Event]
 
     def __init__(self, device: torch.device) -> None:
-        self.has_happened = False
+        self.has_happened = self.is_recorded = False
         self.made.append(self)
 
     def record(self) -> None:
-        """Do nothing."""
+        """Stand for what the device was told before."""
+        assert _OfDevice.num_copies == len(self.made), "the copy belongs to it"
+        self.is_recorded = True
 
     def query(self) -> bool:
-        """Return whether it has happened."""
-        return self.has_happened
+        """Return whether it has happened, which an event that stands for nothing has."""
+        return self.has_happened or not self.is_recorded
 
 
 class _OfDevice:
     """Numbers of a device, whose copy to the host is complete when the event has happened."""
 
     device = torch.device("meta")
+    num_copies = 0
 
     def __init__(self, *numbers: float) -> None:
         self._numbers = torch.tensor(numbers)
 
-    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+    def to(self, place: str, *, non_blocking: bool) -> torch.Tensor:
         """Return them on the host."""
+        assert place == "cpu" and non_blocking
+        _OfDevice.num_copies += 1
         return self._numbers
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
-    _Event.made = []
+    _Event.made, _OfDevice.num_copies = [], 0
     monkeypatch.setattr(torch, "Event", _Event)
     return _Event.made
 
