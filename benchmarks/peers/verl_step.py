@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 from processes import children_end, start  # noqa: E402 - of the folder above
@@ -133,7 +134,7 @@ def write_sampler(options: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def settings(options: argparse.Namespace, task: dict[str, Any], folder: Path) -> dict[str, Any]:
+def settings(options: argparse.Namespace, task: dict[str, Any], *, folder: Path) -> dict[str, Any]:
     """verl's keys: the recipe of ``grpo_step.py`` at verl's fastest."""
     place = options.folder / f"{options.model}-{options.workload}"
     model = options.folder / task["model"]
@@ -311,8 +312,6 @@ def versions() -> dict[str, str]:
 
 def device() -> str:
     """Asked for last: a context of this process would take memory from those that work."""
-    import torch
-
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
@@ -327,7 +326,7 @@ def main() -> None:
     place = options.folder / f"{options.model}-{options.workload}"
     task = json.loads((place / "task.json").read_text())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        chosen = settings(options, task, Path(temporary))
+        chosen = settings(options, task, folder=Path(temporary))
         watch = train(options, chosen, folder=Path(temporary))
     report = {
         "benchmark": "grpo_step",

@@ -97,7 +97,7 @@ def batches(prompts: list[list[int]], size: int, *, repeats: int) -> list[list[d
 
 
 def run(
-    engine: vllm.LLM, place: Path, task: dict[str, Any], *, options: argparse.Namespace, warmup: int
+    engine: vllm.LLM, place: Path, *, task: dict[str, Any], options: argparse.Namespace, warmup: int
 ) -> dict[str, Any]:
     """Measure one row of the table."""
     sampled = sampling_settings(options, task)
@@ -139,7 +139,7 @@ def main() -> None:
         zip(options.workload, places, tasks, strict=True)
     ):
         warmup = 0 if index else options.warmup
-        row = run(engine, place, task, options=options, warmup=warmup)
+        row = run(engine, place, task=task, options=options, warmup=warmup)
         rows.append({"model": options.model, "workload": workload, **row})
         print(f"{options.model} {workload}: {row['tokens_per_s']:,.0f} tokens/s", flush=True)
     free, total = torch.cuda.mem_get_info() if on_gpu else (0, 0)

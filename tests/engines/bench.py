@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -156,8 +156,9 @@ def scheduling_ahead() -> Iterator[None]:
         vllm_config.scheduler_config.async_scheduling = True
         configs.append(vllm_config)
 
-    replaced = staticmethod(update_and_schedule_ahead)
-    with patch.object(CpuPlatform, "check_and_update_config", replaced):
+    with pytest.MonkeyPatch.context() as patch:
+        replaced = staticmethod(update_and_schedule_ahead)
+        patch.setattr(CpuPlatform, "check_and_update_config", replaced)
         yield
     assert configs, "vLLM started no engine"
     for config in configs:
@@ -177,9 +178,9 @@ def running(
         rollout.set_weights_version(0)
         yield EngineBench(engine, rollout, spec.model)
     finally:
-        # Likewise when it ends. On a device, what is left of an engine must be freed.
-        on_cpu = spec.platform.device_type == "cpu"
-        with patch.object(gc, "unfreeze") if on_cpu else nullcontext():
+        with pytest.MonkeyPatch.context() as patch:
+            if spec.platform.device_type == "cpu":  # on a device, what is left must be freed
+                patch.setattr(gc, "unfreeze", lambda: None)
             engine.close()
 
 

@@ -67,10 +67,10 @@ class DrawnLogProbs:
     def __init__(self) -> None:
         self._steps: deque[tuple[Sequence[Stream], Sequence[int], Tensor, torch.Event]] = deque()
 
-    def note(self, rows: Sequence[Stream], positions: Sequence[int], logp_B: Tensor) -> None:
+    def note(self, rows: Sequence[Stream], positions: Sequence[int], *, logp_B: Tensor) -> None:
         """Take the log-probs of a step, one for the given position of each row."""
         if logp_B.device.type == "cpu":
-            return _write(rows, positions, logp_B)
+            return _write(rows, positions, logp_B=logp_B)
         self.read()
         copied_B, event = logp_B.to("cpu", non_blocking=True), torch.Event(logp_B.device)
         event.record()
@@ -80,10 +80,10 @@ class DrawnLogProbs:
         """Write the log-probs that have been computed into their streams."""
         while self._steps and self._steps[0][-1].query():
             rows, positions, copied_B, _ = self._steps.popleft()
-            _write(rows, positions, copied_B)
+            _write(rows, positions, logp_B=copied_B)
 
 
-def _write(rows: Sequence[Stream], positions: Sequence[int], logp_B: Tensor) -> None:
+def _write(rows: Sequence[Stream], positions: Sequence[int], *, logp_B: Tensor) -> None:
     for row, position, logp in zip(rows, positions, logp_B.tolist(), strict=True):
         assert position <= len(row.log_probs), "a step before this one was not written"
         row.log_probs[position:] = [logp]
@@ -92,7 +92,9 @@ def _write(rows: Sequence[Stream], positions: Sequence[int], logp_B: Tensor) -> 
 class Rows:
     """The streams of the rows of vLLM's batch, whose tokens ``draw_rows`` draws."""
 
-    def __init__(self, device: torch.device, draw_rows: DrawRows, log_probs: DrawnLogProbs) -> None:
+    def __init__(
+        self, device: torch.device, draw_rows: DrawRows, *, log_probs: DrawnLogProbs
+    ) -> None:
         self._device = device
         self._draw_rows = draw_rows
         self._log_probs = log_probs
@@ -145,7 +147,7 @@ class Rows:
         uniform_B = uniforms(numbers_2B[0], numbers_2B[1][:, None])[:, 0]
         rules = [row.rule for row in rows]
         draw = self._draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
-        self._log_probs.note(rows, positions, draw.logp_B)
+        self._log_probs.note(rows, positions, logp_B=draw.logp_B)
         # Not NaN, of which vLLM's greedy choice may pick another token.
         shown_B1 = draw.logp_B[:, None].nan_to_num(nan=NOT_FINITE)
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
@@ -171,7 +173,7 @@ def processor_class(
         """A logits processor that leaves only the token of the keyed draw."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-            self._rows = Rows(device, draw_rows, log_probs)
+            self._rows = Rows(device, draw_rows, log_probs=log_probs)
 
         def is_argmax_invariant(self) -> bool:
             """Return False: the likeliest token changes."""

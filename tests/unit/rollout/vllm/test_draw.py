@@ -56,8 +56,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
 def test_log_probs_are_written_when_the_device_has_them(events: list[_Event]) -> None:
     drawn, one, other = DrawnLogProbs(), Stream(0, GREEDY), Stream(1, GREEDY)
     noted: list[Any] = [_OfDevice(-1.0, -2.0), _OfDevice(-3.0, -4.0)]
-    drawn.note([one, other], [0, 0], noted[0])
-    drawn.note([one, other], [1, 1], noted[1])
+    drawn.note([one, other], [0, 0], logp_B=noted[0])
+    drawn.note([one, other], [1, 1], logp_B=noted[1])
     events[1].has_happened = True
     drawn.read()
     assert one.log_probs == [], "they are written in the order in which they were drawn"
@@ -71,7 +71,7 @@ def test_a_token_that_is_drawn_again_replaces_the_first(events: list[_Event]) ->
     drawn, row = DrawnLogProbs(), Stream(0, GREEDY)
     noted: list[Any] = [_OfDevice(-1.0), _OfDevice(-2.0)]
     for log_probs in noted:
-        drawn.note([row], [0], log_probs)
+        drawn.note([row], [0], logp_B=log_probs)
         events[-1].has_happened = True
     drawn.read()
     assert row.log_probs == [-2.0]
@@ -80,5 +80,5 @@ def test_a_token_that_is_drawn_again_replaces_the_first(events: list[_Event]) ->
 
 def test_on_a_cpu_they_are_there_at_once() -> None:
     drawn, row = DrawnLogProbs(), Stream(0, GREEDY)
-    drawn.note([row], [0], torch.tensor([-1.5]))
+    drawn.note([row], [0], logp_B=torch.tensor([-1.5]))
     assert row.log_probs == [-1.5]
