@@ -82,7 +82,7 @@ def _run_rank(rank: int, size: int, store_port: int, folder: Path, engine: str) 
         return {"samples": samples, "names": [spec.name for spec in sink.manifest()]}
 
 
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_v2_twenty_versions_from_another_process_are_each_the_trainers(
     tmp_path: Path, engine: str
 ) -> None:

@@ -59,7 +59,5 @@ def test_v1_an_update_without_a_tensor_is_refused_by_its_name(bench: EngineBench
     parity.check_tensors_that_are_left_out(bench, names=(first, last))
 
 
-@pytest.mark.deep
 def test_v1_a_tensor_changed_by_a_tenth_is_seen_by_the_canary(bench: EngineBench) -> None:
-    """``test_sglang`` changes the tensors of Qwen2."""
     parity.check_tensors_that_are_a_tenth_off(bench)

@@ -101,7 +101,6 @@ def test_a_run_with_sglang_is_that_of_the_native_engine(
     assert none_left(mark)
 
 
-@pytest.mark.deep
 def test_v10_a_scheduler_and_a_worker_that_are_killed_are_replaced(
     native: Path, material: Material, policy: Path, tmp_path: Path
 ) -> None:
@@ -163,13 +162,7 @@ def test_v10_a_killed_process_of_sglang_ends_the_run_and_is_named(
     assert ends(group) and none_left(mark)
 
 
-@pytest.mark.parametrize(
-    "is_early",
-    [
-        pytest.param(True, id="while SGLang starts"),
-        pytest.param(False, id="after a step", marks=pytest.mark.deep),
-    ],
-)
+@pytest.mark.parametrize("is_early", [True, False], ids=["while SGLang starts", "after a step"])
 def test_v10_a_killed_run_leaves_no_process_and_no_file_of_sglang(
     material: Material, policy: Path, tmp_path: Path, is_early: bool
 ) -> None:

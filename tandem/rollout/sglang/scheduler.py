@@ -57,6 +57,7 @@ def run_scheduler(*args: Any, store: str) -> None:
     distributed.init_process_group(store=meeting, rank=rank, world_size=size)
     register_sampler()
     run = of_sglang("managers.scheduler", "run_scheduler_process")
+    gc.freeze()  # at each update SGLang collects, and need not walk over all of its modules
     gc.enable()
     run(*args)
 
