@@ -11,7 +11,6 @@ length (it pads) as ``--budget`` tokens hold, unless ``--micro-batch`` says.
 """
 
 import argparse
-import importlib.metadata
 import json
 import runpy
 import statistics
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import psutil
 import torch
 import transformers
 import trl
+from reporting import describe, tell_step
 from trl.extras.profiling import ProfilingContext
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -255,11 +254,6 @@ def summarize(
     }
 
 
-def versions() -> dict[str, str]:
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {name: found[name] for name in PACKAGES if name in found}
-
-
 @children_end()
 def main() -> None:
     """See the module docstring."""
@@ -271,10 +265,7 @@ def main() -> None:
     report = {
         "benchmark": "grpo_step",
         "system": "trl" if options.no_vllm else "trl + vllm",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
-        "versions": versions(),
-        "command": "python " + " ".join(sys.argv),
+        **describe(PACKAGES),
         "model": options.model,
         "workload": options.workload,
         "settings": task,
@@ -283,16 +274,7 @@ def main() -> None:
         "lora_rank": options.lora_rank,
         **summarize(clock, options, task=task),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
-    shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases_s"].items())
-    print(
-        f"{options.model} {options.workload}: step {report['step_s']:.2f} s ({shown}), "
-        f"{report['tokens_per_s']:,.0f} tokens/s, {report['peak_gib']:.1f} GiB, "
-        f"first step after {report['first_step_s']:.1f} s"
-    )
+    tell_step(report, options.output)
 
 
 if __name__ == "__main__":

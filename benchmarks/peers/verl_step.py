@@ -17,7 +17,6 @@ flash-attn, so they come from its fused kernels.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import statistics
@@ -26,12 +25,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pandas
-import torch
+from reporting import describe, tell_step
 
 sys.path.append(str(Path(__file__).parents[1]))
 from processes import children_end, start  # noqa: E402 - of the folder above
@@ -102,7 +100,7 @@ def parse() -> argparse.Namespace:
 
 
 def write_data(place: Path, folder: Path) -> Path:
-    """The prompts as parquet."""
+    """Write the prompts as parquet."""
     rows = [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()]
     path = folder / "prompts.parquet"
     pandas.DataFrame(rows).to_parquet(path)
@@ -110,8 +108,10 @@ def write_data(place: Path, folder: Path) -> Path:
 
 
 def write_tokenizer(model: Path, folder: Path) -> Path:
-    """The model's tokenizer without its config.json, by which AutoTokenizer would take the words
-    of any qwen2 folder for Qwen's own byte pairs; and with ``CHAT_TOKENS``, beyond the vocabulary.
+    """Write the model's tokenizer with ``CHAT_TOKENS``, whose numbers lie beyond the vocabulary.
+
+    config.json is left out. With it, AutoTokenizer takes the words of any qwen2 folder for byte
+    pairs of Qwen's own tokenizer.
     """
     made = folder / "tokenizer"
     made.mkdir()
@@ -128,14 +128,14 @@ def write_tokenizer(model: Path, folder: Path) -> Path:
 
 
 def write_sampler(options: argparse.Namespace, folder: Path) -> Path:
-    """verl's sampler of batches at another interval."""
+    """Write verl's sampler of batches with another interval."""
     path = folder / "sampler.py"
     path.write_text(SAMPLER.format(poll=options.poll))
     return path
 
 
 def settings(options: argparse.Namespace, task: dict[str, Any], *, folder: Path) -> dict[str, Any]:
-    """verl's keys: the recipe of ``grpo_step.py`` at verl's fastest."""
+    """Return verl's keys: the recipe of ``grpo_step.py`` at verl's fastest."""
     place = options.folder / f"{options.model}-{options.workload}"
     model = options.folder / task["model"]
     data = write_data(place, folder)
@@ -177,7 +177,7 @@ def settings(options: argparse.Namespace, task: dict[str, Any], *, folder: Path)
 
 
 def actor_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any]:
-    """Of the trained model: FSDP over fp32 weights, bf16 in products, as verl does by default."""
+    """Return the keys of the trained model: fp32 weights and bf16 products, as verl's defaults."""
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     return {
         f"+{model}.override_config.attn_implementation": options.attention,
@@ -205,7 +205,7 @@ def actor_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[st
 
 
 def rollout_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any]:
-    """Of vLLM: bf16 weights, graphs, and room for all sequences at once."""
+    """Return the keys of vLLM: bf16 weights, graphs, and room for all sequences at once."""
     rollout = "actor_rollout_ref.rollout"
     sequences = task["prompts"] * task["samples"]
     captured = sorted({*CAPTURED, *range(64, sequences, 64), sequences})
@@ -233,7 +233,7 @@ def rollout_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[
 
 
 def train(options: argparse.Namespace, chosen: dict[str, Any], *, folder: Path) -> Watch:
-    """The whole run in a process of its own."""
+    """Run verl in a process of its own, and return what it recorded."""
     log, metrics = options.log or folder / "verl.log", folder / "metrics.jsonl"
     keys = [f"{name}={value}" for name, value in chosen.items()]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *keys, *options.keys]
@@ -263,7 +263,7 @@ def train(options: argparse.Namespace, chosen: dict[str, Any], *, folder: Path) 
 
 
 def summarize(watch: Watch, options: argparse.Namespace) -> dict[str, object]:
-    """Times, rates and memory of the counted steps."""
+    """Return times, rates and memory of the counted steps."""
     ends, records = watch.ends[options.warmup - 1 :], watch.records[options.warmup :]
     steps = [end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True)]
     parts = {name: [r.get(f"timing_s/{name}", 0.0) for r in records] for name in PHASES}
@@ -289,7 +289,7 @@ def summarize(watch: Watch, options: argparse.Namespace) -> dict[str, object]:
 
 
 def medians(records: list[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Of all metrics with the prefix, the greatest of those that are maxima."""
+    """Return the medians of metrics with the prefix; of those that are maxima, the greatest."""
     names = [name for name in records[0] if name.startswith(prefix)]
     return {
         name: (max if "max" in name else statistics.median)(r[name] for r in records)
@@ -299,20 +299,8 @@ def medians(records: list[dict[str, float]], prefix: str) -> dict[str, float]:
 
 
 def peak(records: list[dict[str, float]], suffix: str) -> float:
-    """The greatest value of any metric of that name, whatever role logs it; 0 for none."""
+    """Return the greatest value of any metric of that name, whatever role logs it; 0 for none."""
     return max((v for r in records for name, v in r.items() if name.endswith(suffix)), default=0.0)
-
-
-def versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():  # the first on the path is in use
-        found.setdefault(distribution.metadata["Name"].lower(), distribution.version)
-    return {name: found[name] for name in PACKAGES if name in found}
-
-
-def device() -> str:
-    """Asked for last: a context of this process would take memory from those that work."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 @children_end()
@@ -331,10 +319,7 @@ def main() -> None:
     report = {
         "benchmark": "grpo_step",
         "system": "verl + vllm",
-        "date": date.today().isoformat(),
-        "device": device(),
-        "versions": versions(),
-        "command": "python " + " ".join(sys.argv),
+        **describe(PACKAGES),
         "model": options.model,
         "workload": options.workload,
         "settings": task,
@@ -343,16 +328,7 @@ def main() -> None:
         "lora_rank": options.lora_rank,
         **summarize(watch, options),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
-    shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases_s"].items())
-    print(
-        f"{options.model} {options.workload}: step {report['step_s']:.2f} s ({shown}), "
-        f"{report['tokens_per_s']:,.0f} tokens/s, {report['peak_gib']:.1f} GiB, "
-        f"first step after {report['first_step_s']:.1f} s"
-    )
+    tell_step(report, options.output)
 
 
 if __name__ == "__main__":

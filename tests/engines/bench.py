@@ -145,7 +145,7 @@ def open_spec(
 
 @contextmanager
 def scheduling_ahead() -> Iterator[None]:
-    """Let vLLM schedule a step while the one before is computed, as on devices but CPUs."""
+    """Let vLLM schedule a step while the one before is computed. It does so on devices only."""
     from vllm.platforms.cpu import CpuPlatform
 
     update = CpuPlatform.check_and_update_config

@@ -20,7 +20,7 @@ from tandem.rollout.attached.messages import receive_message, send_message
 from tandem.rollout.attached.protocol import BACKEND, PROTOCOL, SIZES, STREAM
 from tandem.rollout.attached.wire import receive_manifest, receive_tensors
 from tandem.rollout.sampler import DrawRule
-from tandem.rollout.vllm.draw import DrawnLogProbs, Stream, processor_class
+from tandem.rollout.vllm.draw import Stream, processor_class
 from tandem.rollout.vllm.library import of_vllm
 from tandem.rollout.vllm.weights import LoadedModel, VllmSink
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     if name == "TandemTransfer":
         made = _transfer_class()
     elif name == "KeyedDraw":
-        made = processor_class(stream_of, log_probs=DrawnLogProbs())
+        made = processor_class(stream_of, log_probs=None)  # the server returns them
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = made

@@ -93,7 +93,7 @@ class Rows:
     """The streams of the rows of vLLM's batch, whose tokens ``draw_rows`` draws."""
 
     def __init__(
-        self, device: torch.device, draw_rows: DrawRows, *, log_probs: DrawnLogProbs
+        self, device: torch.device, draw_rows: DrawRows, *, log_probs: DrawnLogProbs | None
     ) -> None:
         self._device = device
         self._draw_rows = draw_rows
@@ -147,7 +147,8 @@ class Rows:
         uniform_B = uniforms(numbers_2B[0], numbers_2B[1][:, None])[:, 0]
         rules = [row.rule for row in rows]
         draw = self._draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
-        self._log_probs.note(rows, positions, logp_B=draw.logp_B)
+        if self._log_probs is not None:
+            self._log_probs.note(rows, positions, logp_B=draw.logp_B)
         # Not NaN, of which vLLM's greedy choice may pick another token.
         shown_B1 = draw.logp_B[:, None].nan_to_num(nan=NOT_FINITE)
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
@@ -156,14 +157,14 @@ class Rows:
 def processor_class(
     stream_of: Callable[[Any], Stream | None],
     *,
-    log_probs: DrawnLogProbs,
+    log_probs: DrawnLogProbs | None,
     draw_rows: DrawRows = draw_rows,
 ) -> type:
     """Return the class of a logits processor for vLLM that draws the tokens of streams.
 
     Args:
         stream_of: returns the stream of a request by its sampling parameters; None: vLLM draws.
-        log_probs: gets the log-probs of the drawn tokens.
+        log_probs: gets the log-probs of the drawn tokens; None if vLLM itself returns them.
         draw_rows: draws the tokens of a step.
     """
     base = of_vllm("v1.sample.logits_processor", "LogitsProcessor")

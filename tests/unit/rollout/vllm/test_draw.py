@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.rollout.vllm.draw import GREEDY, DrawnLogProbs, Stream
+from tandem.rollout.sampler import draw_rows
+from tandem.rollout.vllm.draw import GREEDY, DrawnLogProbs, Rows, Stream
 
 
 class _Event:
@@ -82,3 +83,14 @@ def test_on_a_cpu_they_are_there_at_once() -> None:
     drawn, row = DrawnLogProbs(), Stream(0, GREEDY)
     drawn.note([row], [0], logp_B=torch.tensor([-1.5]))
     assert row.log_probs == [-1.5]
+
+
+@pytest.mark.parametrize("log_probs", [None, DrawnLogProbs()])
+def test_a_row_goes_on_after_an_interruption(log_probs: DrawnLogProbs | None) -> None:
+    """A server has a new stream then. In a run, the stream has the log-probs of earlier tokens."""
+    row = Stream(0, GREEDY, log_probs=[] if log_probs is None else [-1.0, -2.0])
+    rows = Rows(torch.device("cpu"), draw_rows, log_probs=log_probs)
+    rows.add(0, row, token_ids=[5, 6])
+    drawn_BV = rows.draw(torch.tensor([[0.0, 3.0, 1.0]]))
+    assert int(drawn_BV.argmax()) == 1
+    assert len(row.log_probs) == (0 if log_probs is None else 3)
