@@ -146,8 +146,9 @@ def adapted_linear(
 ) -> Tensor:
     """Return the outputs (T, N). Weight and bias get no gradient."""
     if torch.is_grad_enabled():
-        frozen = _Frozen(weight_ND, bias_N, addition)
-        return _AddAdapters.apply(x_TD, lora_a_RD, lora_b_Mr, frozen)
+        h_TR = _Inner.apply(x_TD, lora_a_RD, addition.scale)
+        fixed = _Fixed(weight_ND, bias_N, lora_a_RD, addition)
+        return _Sum.apply(x_TD, h_TR, lora_b_Mr, fixed)
     y_TN = F.linear(x_TD, weight_ND, bias_N)
     _add(
         y_TN, _inner(x_TD, lora_a_RD, scale=addition.scale), lora_b_Mr=lora_b_Mr, addition=addition
@@ -201,46 +202,73 @@ def _add(y_TN: Tensor, h_TR: Tensor, *, lora_b_Mr: Tensor, addition: Addition) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Frozen:
-    """The arguments without gradients: they do not change, so autograd need not know them."""
+class _Fixed:
+    """Arguments of ``_Sum`` without gradients there, so that autograd need not know them."""
 
     weight_ND: Tensor
     bias_N: Tensor | None
+    lora_a_RD: Tensor
     addition: Addition
 
 
-class _AddAdapters(torch.autograd.Function):
-    """The outputs y = W x + b + B h with h = scale A x, and the gradients of x, A and B.
+class _Inner(torch.autograd.Function):
+    """h = scale A x, which is all that a recomputation of an adapted map repeats.
 
-    dh = B^T dy, dB = dy h^T, dA = scale dh x^T, dx = W^T dy + scale A^T dh.
+    ``torch.utils.checkpoint`` ends a recomputation with the last tensor that a function saves, and
+    a function saves when its forward pass is over. ``_Sum`` saves nothing, so that its product with
+    W is not repeated. dA = scale dh^T x; ``_Sum`` has the gradient of x.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, lora_a_RD: Tensor, lora_b_Mr: Tensor, frozen: _Frozen
-    ) -> Tensor:
-        y_TN = F.linear(x_TD, frozen.weight_ND, frozen.bias_N)
-        h_TR = _inner(x_TD, lora_a_RD, scale=frozen.addition.scale)
-        _add(y_TN, h_TR, lora_b_Mr=lora_b_Mr, addition=frozen.addition)
-        ctx.addition = frozen.addition
-        ctx.save_for_backward(x_TD, frozen.weight_ND, h_TR, lora_a_RD, lora_b_Mr)
+    def forward(ctx: Any, x_TD: Tensor, lora_a_RD: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x_TD)
+        ctx.scale = scale
+        return _inner(x_TD, lora_a_RD, scale=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_h_TR: Tensor) -> Any:
+        (x_TD,) = ctx.saved_tensors
+        return None, (ctx.scale * grad_h_TR).T @ x_TD, None
+
+
+class _Sum(torch.autograd.Function):
+    """The outputs y = W x + b + B h with h = scale A x, and the gradients of x, h and B.
+
+    dh = B^T dy, dB = dy h^T, dx = W^T dy + scale A^T dh.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, h_TR: Tensor, lora_b_Mr: Tensor, fixed: _Fixed) -> Tensor:
+        y_TN = F.linear(x_TD, fixed.weight_ND, fixed.bias_N)
+        _add(y_TN, h_TR, lora_b_Mr=lora_b_Mr, addition=fixed.addition)
+        # Not by save_for_backward: see _Inner. h is small, and the others are parameters.
+        ctx.kept = h_TR, lora_b_Mr, fixed
+        ctx.versions = _versions(h_TR, lora_b_Mr, fixed)
         return y_TN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> Any:
-        x_TD, weight_ND, h_TR, lora_a_RD, lora_b_Mr = ctx.saved_tensors
+        h_TR, lora_b_Mr, fixed = ctx.kept
+        unchanged = ctx.versions == _versions(h_TR, lora_b_Mr, fixed)
+        assert unchanged, "a weight was changed between forward and backward pass"
         grad_h_TR, grad_b_Mr = torch.empty_like(h_TR), torch.empty_like(lora_b_Mr)
-        for part in ctx.addition.parts:
+        for part in fixed.addition.parts:
             own_TN = grad_TN[:, part.output]
             torch.mm(own_TN, lora_b_Mr[part.b], out=grad_h_TR[:, part.a])
             torch.mm(own_TN.T, h_TR[:, part.a], out=grad_b_Mr[part.b])
-        grad_h_TR.mul_(ctx.addition.scale)
-        grad_a_RD = grad_h_TR.T @ x_TD
         grad_x_TD = None
         if ctx.needs_input_grad[0]:
-            grad_x_TD = (grad_TN @ weight_ND).addmm_(grad_h_TR, lora_a_RD)
-        return grad_x_TD, grad_a_RD, grad_b_Mr, None
+            grad_x_TD = (grad_TN @ fixed.weight_ND).addmm_(
+                grad_h_TR, fixed.lora_a_RD, alpha=fixed.addition.scale
+            )
+        return grad_x_TD, grad_h_TR, grad_b_Mr, None
+
+
+def _versions(h_TR: Tensor, lora_b_Mr: Tensor, fixed: _Fixed) -> list[int]:
+    read = (h_TR, lora_b_Mr, fixed.weight_ND, fixed.lora_a_RD)
+    return [tensor._version for tensor in read]
 
 
 def _frozen_parameter(shape: tuple[int, ...]) -> nn.Parameter:

@@ -15,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.derived.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, Rule
 from tandem.config.derived.sizes import ModelSizes
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import BASE_FILE, adapter_tensors
+from tandem.models.decoder import Granularity
 from tandem.models.folder import adapt_folder, check_folder, open_model
 from tandem.models.language_model import score_batch
 from tandem.models.weights import WEIGHTS_FILE, file_views, sums_with_adapters
@@ -347,3 +349,56 @@ def test_l13_adapters_over_quantized_weights_are_refused_by_that_name(tmp_path: 
     folder = check_folder(str(tmp_path), load_weight=False)
     with pytest.raises(UserError, match="over quantized weights .* are not built"):
         adapt_folder(folder, ALL, seed=0)
+
+
+class _BaseProducts(TorchDispatchMode):
+    """Counts products all of whose sides are longer than those of adapters: of frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += min(*args[-2].shape, *args[-1].shape) > 3 * ALL.rank
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_biases"])
+def test_recomputation_repeats_the_products_of_the_base_that_it_names_and_no_others(
+    name: str, tmp_path: Path
+) -> None:
+    write_hf(NATIVE[name](), tmp_path)
+    model = open_adapted(tmp_path)
+    spread_b(model)
+    packed = pack_shared(*sample_sequences())
+    num_layers = len(model.decoder.layers)
+
+    def gradients() -> tuple[int, dict[str, Tensor]]:
+        model.module.zero_grad()
+        with _BaseProducts() as products:
+            (model.hidden(packed) @ model.lm_head_weight.T).square().sum().backward()
+        trained = trained_parameters(model.module)
+        grads = {name: x.grad.clone() for name, x in trained.items() if x.grad is not None}
+        return products.count, grads
+
+    count, kept = gradients()
+    assert kept.keys() == trained_parameters(model.module).keys()
+    repeats: dict[Granularity, int] = {"pointwise": 0, "feed_forward": 1, "full": 3}
+    for granularity, more in repeats.items():
+        model.set_gradient_checkpointing(True, granularity)
+        repeated, recomputed = gradients()
+        assert repeated - count == more * num_layers, granularity
+        assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def test_a_weight_that_changes_before_the_backward_pass_is_noticed(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    model = open_adapted(tmp_path)
+    loss = model.hidden(pack_shared(*sample_sequences())).sum()
+    with torch.no_grad():
+        next(x for name, x in model.decoder.named_parameters() if "lora_b" in name).add_(1.0)
+    with pytest.raises(AssertionError, match="changed between forward and backward"):
+        loss.backward()
