@@ -10,10 +10,12 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.api import EngineFailure
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.vllm.engine import build
+from tandem.rollout.vllm.weights import VllmSink
 from tests.engines.bench import (
     MAX_ERROR,
     largest_error,
@@ -51,6 +53,26 @@ def test_v2_twenty_versions_are_each_right_and_take_no_memory(tmp_path: Path) ->
             gc.collect()
             sizes.append(_resident_bytes())
         assert sizes[-1] - sizes[4] < MAX_GROWTH, sizes
+
+
+def test_scales_of_a_quantized_cache_need_not_come(tmp_path: Path) -> None:
+    """On GPUs, fp8 models of vLLM 0.26 have them, and put back those in use. CPUs have no fp8."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    spec = open_spec(write_model(tmp_path, "qwen2 tied"))
+    with running(build, spec) as bench:
+        sink = bench.engine.sink()
+        assert isinstance(sink, VllmSink)
+        layers = [layer for layer in sink._model().modules() if isinstance(layer, Attention)]
+        for layer in layers:
+            parameters, _ = get_layerwise_info(layer).restore_metadata
+            scale = torch.nn.Parameter(torch.empty((), device="meta"), requires_grad=False)
+            parameters["k_scale"] = scale
+        bench.use_new_weights(1)
+        asked = requests(first_id=0, num_prompts=1)
+        assert largest_error(bench, asked, bench.generate(asked)) <= MAX_ERROR
+        assert layers and all("k_scale" not in dict(layer.named_parameters()) for layer in layers)
 
 
 def test_v16_an_engine_computes_nothing_after_an_update_that_failed(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from tandem.types import SliceSpec
 _RELOAD = "model_executor.model_loader.reload"
 _EXPERT = ".experts."
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_CACHE_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
+"""Parameters for a quantized cache, which an fp8 model of vLLM 0.26 opens with. The trainer has
+none, and vLLM puts back those in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,9 @@ class VllmSink:
             of_vllm(_RELOAD, "initialize_layerwise_reload")(model)
         # Without what vLLM computes from weights, such as the scales of matrices in fp8.
         opened: list[str] = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._unwritten = {self._first_names.get(name, name) for name in opened}
+        self._unwritten = {
+            self._first_names.get(name, name) for name in opened if not name.endswith(_CACHE_SCALES)
+        }
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Load one tensor. vLLM holds a copy until the layer of the tensor is whole."""
