@@ -348,6 +348,7 @@ def _settings(spec: EngineSpec, *, cache_bytes: int) -> NativeRolloutConfig:
         max_cache_bytes=cache_bytes,
         keeps_cache=config.partial_rollout == "keep_cache",
         records_routes=config.enable_rollout_routing_replay,
+        keeps_turns=config.enable_prefix_caching,
     )
 
 

@@ -27,6 +27,8 @@ class NativeRolloutConfig:
         keeps_cache: whether unfinished sequences keep their cached keys and values after a weight
             update. Otherwise they are recomputed.
         records_routes: whether completions have the experts of their tokens.
+        keeps_turns: whether a sample that waits for another turn keeps its keys and values, so that
+            the turn computes new tokens only.
     """
 
     seed: int
@@ -36,6 +38,7 @@ class NativeRolloutConfig:
     max_cache_bytes: int
     keeps_cache: bool = False
     records_routes: bool = False
+    keeps_turns: bool = True
 
     @property
     def limits(self) -> Limits:

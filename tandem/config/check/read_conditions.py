@@ -215,6 +215,12 @@ def _keeps_cache(config: RunConfig) -> bool:
     return _is_one_process(config) or not _time_shared(config) or config.trainer.max_lag > 0
 
 
+def _has_first_turns_only(config: RunConfig) -> bool:
+    """Return whether tandem's own engines generate, and each sample in one turn."""
+    name = config.actor_rollout_ref.rollout.name
+    return name not in ("vllm", "sglang") and not config.has_environment
+
+
 def _restarts_nothing(config: RunConfig) -> bool:
     placement = _placement(config)
     is_in_process = config.actor_rollout_ref.rollout.is_in_process
@@ -401,6 +407,11 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         (f"{_ROLLOUT}.enable_dual_buffer", f"{_ROLLOUT}.enable_param_async"),
         _time_shared,
         "the same devices train and generate: both pause while weights are updated",
+    ),
+    Exclusion(
+        (f"{_ROLLOUT}.enable_prefix_caching",),
+        _has_first_turns_only,
+        "samples of one prompt always share its keys and values, and none has a further turn",
     ),
     Exclusion(
         (f"{_ROLLOUT}.max_engine_restarts",),

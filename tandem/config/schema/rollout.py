@@ -326,9 +326,8 @@ class RolloutConfig(BaseModel):
     )
     enable_prefix_caching: bool = Field(
         default=True,
-        description="Keep the keys and values of prompts for later requests with the same "
-        "beginning and weights.",
-        json_schema_extra=read_if("name=vllm|sglang: samples of one prompt always share it"),
+        description="Keep keys and values for later requests with the same beginning and weights: "
+        "those of prompts (vLLM and SGLang), and those of a sample that waits for its next turn.",
     )
     load_format: str = Field(
         default="dummy",

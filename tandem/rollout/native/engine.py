@@ -445,7 +445,7 @@ class NativeRolloutEngine:
         Args:
             responses: the tokens of each removed row from column ``first`` on.
         """
-        if self._experts is not None:  # the shelf has no routes
+        if not self._config.keeps_turns or self._experts is not None:  # the shelf has no routes
             return
         column = self._scheduler.column
         for index, row, ids in zip(ended, removal.rows, responses, strict=True):

@@ -126,7 +126,11 @@ class PagedRolloutEngine:
         self._page_tokens = page_tokens
         max_pages = config.max_cache_bytes // (self._shape.bytes_per_token * page_tokens)
         self._scheduler = PagedScheduler(
-            config.limits, max_pages, window_tokens=WINDOW_TOKENS, page_tokens=page_tokens
+            config.limits,
+            max_pages,
+            window_tokens=WINDOW_TOKENS,
+            page_tokens=page_tokens,
+            keeps_turns=config.keeps_turns,
         )
         self.facts = EngineFacts(
             shares_weights=True,

@@ -125,6 +125,7 @@ class PagedScheduler:
         num_pages: pages of the cache.
         window_tokens: tokens that a row may gain between two reads by the host.
         page_tokens: tokens of a page.
+        keeps_turns: whether samples that wait for another turn keep their pages.
 
     Attributes:
         rows: the running sequences, in the order of the device's rows.
@@ -143,8 +144,10 @@ class PagedScheduler:
         *,
         window_tokens: int,
         page_tokens: int = PAGE_TOKENS,
+        keeps_turns: bool = True,
     ) -> None:
         self._limits = limits
+        self._keeps_turns = keeps_turns
         self._num_pages = num_pages
         self._window_tokens = window_tokens
         self._page_tokens = page_tokens
@@ -278,7 +281,7 @@ class PagedScheduler:
         leaving = set(map(id, finished))
         self.rows = [sequence for sequence in self.rows if id(sequence) not in leaving]
         for sequence in finished:
-            if sequence.continues:
+            if sequence.continues and self._keeps_turns:
                 self._park(sequence)
             self._free(sequence)
 

@@ -183,6 +183,18 @@ def test_m22_further_turns_compute_only_the_tokens_that_they_lack(
     assert engine.metrics()["num_kept_tokens"] > 0
 
 
+@ENGINES
+def test_without_kept_turns_each_turn_is_computed_whole_and_draws_the_same(
+    decoder: Decoder, computed_anew: dict[int, list[int]], name: str
+) -> None:
+    engine = engine_of(name, decoder, replace(CONFIG, keeps_turns=False))
+    assert play_turns(engine, 6) == computed_anew
+    # A turn draws two tokens, and four are given after it.
+    lengths = (len(prompt) + 6 * turn for prompt in PROMPTS.values() for turn in range(6))
+    assert engine.num_prefilled_tokens == sum(lengths)
+    assert engine.metrics()["num_kept_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("name", "num_tokens"), [("native", 1), ("native", 60), ("native", 90), ("paged", 72)]
 )
