@@ -18,11 +18,13 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell
+from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell, write
 from processes import children_end
 from shapes import (
     EOS_ID,
@@ -113,7 +115,7 @@ def make_engine(shape: Shape, workload: Workload, *, how: How) -> PagedRolloutEn
     )
 
 
-def run(name: str, workload_name: str, *, warmup: int, repeats: int, how: How) -> dict[str, object]:
+def run(name: str, workload_name: str, *, warmup: int, repeats: int, how: How) -> dict[str, Any]:
     """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     engine = make_engine(shape, workload, how=how)
@@ -157,9 +159,7 @@ def run(name: str, workload_name: str, *, warmup: int, repeats: int, how: How) -
     }
 
 
-def run_continuously(
-    name: str, workload_name: str, *, num_rows: int, how: How
-) -> dict[str, object]:
+def run_continuously(name: str, workload_name: str, *, num_rows: int, how: How) -> dict[str, Any]:
     """Measure one row: sequences follow each other, and an eighth more of them wait.
 
     ``num_rows`` is a multiple of the workload's samples.
@@ -219,35 +219,37 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters of all linear maps")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    rows, how = [], How(arguments.quantization, arguments.lora_rank)
     for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
         if num_rows <= 0 or num_rows % WORKLOADS[workload].samples:
             parser.error(f"--rows {num_rows}: {workload} needs a multiple of its samples")
+    report: dict[str, Any] = {"benchmark": "decode", **describe(), "rows": []}
+    for row in measure(arguments):
+        report["rows"].append(row)
+        if arguments.output:  # after each row: a later one may not end in time
+            write(report, arguments.output)
+    tell(report, arguments.output)
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table, and print each in a line."""
+    how = How(arguments.quantization, arguments.lora_rank)
     for model in arguments.model:
         for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
             row = run_continuously(model, workload, num_rows=num_rows, how=how)
-            rows.append(row)
             print(
                 f"{model} {workload}, {num_rows} rows: {row['tokens_per_s']:,.0f} tokens/s, "
                 f"{row['ms_per_token_of_a_row']:.2f} ms a token of a row",
                 flush=True,
             )
+            yield row
         for workload in [] if arguments.rows else arguments.workload:
-            row = run(
-                model,
-                workload,
-                warmup=arguments.warmup,
-                repeats=arguments.repeats,
-                how=how,
-            )
-            rows.append(row)
+            row = run(model, workload, warmup=arguments.warmup, repeats=arguments.repeats, how=how)
             print(
                 f"{model} {workload}: {row['tokens_per_s']:,.0f} tokens/s, {row['seconds']:.2f} s, "
                 f"{row['ratio_to_floor']:.2f} x floor, {row['peak_gib']:.1f} GiB",
                 flush=True,
             )
-    report = {"benchmark": "decode", **describe(), "rows": rows}
-    tell(report, arguments.output)
+            yield row
 
 
 if __name__ == "__main__":

@@ -58,10 +58,14 @@ def median_s(function: Callable[[], object], repeats: int = 10) -> float:
 
 def tell(report: Mapping[str, Any], output: Path | None) -> None:
     """Print a report as JSON, and keep it in a file."""
-    text = json.dumps(report, indent=1)
-    print(text)
+    print(json.dumps(report, indent=1))
     if output is not None:
-        output.write_text(text + "\n")
+        write(report, output)
+
+
+def write(report: Mapping[str, Any], output: Path) -> None:
+    """Keep a report in a file."""
+    output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def describe() -> dict[str, str]:

@@ -273,6 +273,7 @@ WORKLOADS = {
     "S8": Workload(1, 8, 128, 512),
     "A": Workload(64, 16, 256, 512),
     "B": Workload(32, 16, 512, 2048),
+    "C": Workload(64, 8, 256, 2048),
     "T": Workload(64, 8, 128, 2048, mean_response=512),
     "L": Workload(64, 16, 128, 4096, mean_response=512),
     "R8": Workload(32, 4, 512, 8192),

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation by SGLang alone on the model, prompts and lengths of ``grpo_step.py``. Needs sglang,
+not tandem.
+
+    python benchmarks/grpo_step.py --model qwen2.5-0.5b --workload S --folder FOLDER --prepare
+    python benchmarks/peers/sglang_decode.py --model qwen2.5-0.5b --workload S --folder FOLDER
+
+The JSON object has the form of ``decode.py``'s. Text is not made of the tokens, and without
+``--logprobs`` no log-prob is returned, which is less work than tandem's engine does. Further
+arguments, ``name=value``, are arguments of ``sglang.Engine``.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from generating import (
+    Task,
+    keep,
+    longest,
+    make_parser,
+    measure,
+    model_folder,
+    most_sequences,
+    read_tasks,
+    report,
+    show,
+)
+
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import children_end  # noqa: E402 - of the folder above
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser()
+    parser.add_argument("settings", nargs="*", help="further arguments of sglang.Engine")
+    return parser.parse_intermixed_args()
+
+
+def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str, Any]:
+    """Return the fastest settings of ``sglang.Engine``."""
+    on_gpu = torch.cuda.is_available()
+    sequences = most_sequences(tasks)
+    chosen: dict[str, Any] = {
+        "model_path": model_folder(options, tasks),
+        "dtype": "bfloat16",
+        "random_seed": 0,
+        "context_length": longest(tasks),
+        "max_running_requests": sequences,
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": options.no_prefix_caching,
+        "log_level": "warning",
+    }
+    if on_gpu:
+        chosen |= {
+            "mem_fraction_static": options.gpu_memory,
+            "cuda_graph_max_bs_decode": sequences,
+            "disable_prefill_cuda_graph": True,  # prompts are short, and capture takes minutes
+        }
+    else:
+        chosen |= {"device": "cpu", "attention_backend": "torch_native"}
+    for setting in options.settings:
+        name, _, text = setting.partition("=")
+        try:
+            chosen[name] = json.loads(text)
+        except ValueError:
+            chosen[name] = text
+    return chosen
+
+
+def sampling_settings(task: Task) -> dict[str, Any]:
+    """Return SGLang's ``sampling_params``."""
+    fixed_length = task["mean_response"] is None
+    return {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": task["response"],
+        "ignore_eos": fixed_length,
+        "stop_token_ids": [] if fixed_length else [task["end_id"]],
+    }
+
+
+@children_end()
+def main() -> None:
+    """See the module docstring."""
+    options = parse()
+    tasks = read_tasks(options)
+    chosen = engine_settings(options, tasks)
+    begin = time.perf_counter()
+    engine = sglang.Engine(**chosen)
+    ready_s = time.perf_counter() - begin
+
+    def generate(prompts: list[list[int]], task: Task) -> list[int]:
+        # One request a sample: with n in a request, SGLang first generates one token for each
+        # prompt and waits for it.
+        asked = [ids for ids in prompts for _ in range(task["samples"])]
+        results = engine.generate(
+            input_ids=asked,
+            sampling_params=sampling_settings(task),
+            return_logprob=options.logprobs,
+        )
+        return [len(result["output_ids"]) for result in results]
+
+    rows, found = [], {}
+    for row, task in zip(measure(options, tasks, generate), tasks, strict=True):
+        rows.append({**row, "sampling_settings": sampling_settings(task)})
+        found = report(
+            rows, system="sglang", modules=(sglang, torch), settings=chosen, ready_s=ready_s
+        )
+        keep(found, options.output)
+    show(found)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
