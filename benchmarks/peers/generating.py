@@ -77,7 +77,9 @@ def batches(prompts: list[list[int]], size: int, *, repeats: int) -> list[list[l
     return [prompts[i : i + size] for i in starts]
 
 
-def measure(options: argparse.Namespace, tasks: list[Task], generate: Generate) -> Iterator[Task]:
+def measure(
+    options: argparse.Namespace, tasks: list[Task], *, generate: Generate
+) -> Iterator[Task]:
     """Yield the rows of the table, one for each workload."""
     for index, (place, task) in enumerate(zip(places(options), tasks, strict=True)):
         warmup = 0 if index else options.warmup

@@ -108,7 +108,7 @@ def main() -> None:
         return [len(result["output_ids"]) for result in results]
 
     rows, found = [], {}
-    for row, task in zip(measure(options, tasks, generate), tasks, strict=True):
+    for row, task in zip(measure(options, tasks, generate=generate), tasks, strict=True):
         rows.append({**row, "sampling_settings": sampling_settings(task)})
         found = report(
             rows, system="sglang", modules=(sglang, torch), settings=chosen, ready_s=ready_s

@@ -96,7 +96,7 @@ def main() -> None:
         return [len(out.token_ids) for result in results for out in result.outputs]
 
     rows, found = [], {}
-    for row, task in zip(measure(options, tasks, generate), tasks, strict=True):
+    for row, task in zip(measure(options, tasks, generate=generate), tasks, strict=True):
         rows.append({**row, "sampling_settings": sampling_settings(options, task)})
         found = report(rows, system="vllm", modules=(vllm, torch), settings=chosen, ready_s=ready_s)
         keep(found, options.output)

@@ -244,14 +244,14 @@ class _Sum(torch.autograd.Function):
         _add(y_TN, h_TR, lora_b_Mr=lora_b_Mr, addition=fixed.addition)
         # Not by save_for_backward: see _Inner. h is small, and the others are parameters.
         ctx.kept = h_TR, lora_b_Mr, fixed
-        ctx.versions = _versions(h_TR, lora_b_Mr, fixed)
+        ctx.versions = _versions(h_TR, lora_b_Mr, fixed=fixed)
         return y_TN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> Any:
         h_TR, lora_b_Mr, fixed = ctx.kept
-        unchanged = ctx.versions == _versions(h_TR, lora_b_Mr, fixed)
+        unchanged = ctx.versions == _versions(h_TR, lora_b_Mr, fixed=fixed)
         assert unchanged, "a weight was changed between forward and backward pass"
         grad_h_TR, grad_b_Mr = torch.empty_like(h_TR), torch.empty_like(lora_b_Mr)
         for part in fixed.addition.parts:
@@ -266,7 +266,7 @@ class _Sum(torch.autograd.Function):
         return grad_x_TD, grad_h_TR, grad_b_Mr, None
 
 
-def _versions(h_TR: Tensor, lora_b_Mr: Tensor, fixed: _Fixed) -> list[int]:
+def _versions(h_TR: Tensor, lora_b_Mr: Tensor, *, fixed: _Fixed) -> list[int]:
     read = (h_TR, lora_b_Mr, fixed.weight_ND, fixed.lora_a_RD)
     return [tensor._version for tensor in read]
 
