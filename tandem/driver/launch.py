@@ -307,7 +307,7 @@ def name_step(step: Callable[[], int]) -> Iterator[None]:
 def fitted(
     site: RunSite, model: ModelFolder, *, auxiliary: Mapping[str, ModelFolder] | None = None
 ) -> RunSite:
-    """Return the site with the memory keys that a run on one device sets itself.
+    """Return the site with the memory keys that a run sets itself.
 
     The workers, not this function, check memory and precision if pools have several platforms.
 
@@ -343,12 +343,15 @@ def fitted(
     available_bytes = site.platform.total_memory_bytes()
     own_sizes = {name: own for name in others if (own := known[name]) is not None}
     recomputes_parts = model.decoder_config is not None
+    has_pages = site.platform.kernels == "triton" and recomputes_parts
+    by_megatron = mcore_key(site.config, site.placement) is not None
     site = _with_memory_keys(
         site,
         sizes,
         auxiliary=own_sizes,
         available_bytes=available_bytes,
         recomputes_parts=recomputes_parts,
+        has_own_kernels=has_pages and not by_megatron,
     )
     require_memory(
         site.config,
@@ -357,7 +360,6 @@ def fitted(
         available_bytes=available_bytes,
         recomputes_parts=recomputes_parts,
     )
-    has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
     if has_pages and isinstance(site.config, RunConfig):
         _check_cache(site.config, sizes, auxiliary=own_sizes, available_bytes=available_bytes)
     return site
@@ -400,6 +402,7 @@ def _with_memory_keys(
     auxiliary: Mapping[str, ModelSizes],
     available_bytes: int,
     recomputes_parts: bool,
+    has_own_kernels: bool,
 ) -> RunSite:
     """Return the site with the chosen memory keys, and say which they are."""
     config, chosen = choose_memory(
@@ -408,6 +411,7 @@ def _with_memory_keys(
         auxiliary=auxiliary,
         available_bytes=available_bytes,
         recomputes_parts=recomputes_parts,
+        has_own_kernels=has_own_kernels,
     )
     if not chosen:
         return site

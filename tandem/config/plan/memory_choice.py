@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory keys that a run on one device sets itself: recomputation, micro-batches, offloading.
+"""The memory keys that a run sets itself: recomputation and micro-batches, and on one device
+offloading.
 
 Only keys that the user has left alone are chosen, and only such as change no result but rounding.
 Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
@@ -29,7 +30,13 @@ HALVING_COST = 0.02
 LEAST_TOKENS = 8192
 """No smaller size of micro-batches is chosen, because kernels would not fill a device."""
 SHARE = 0.92
-"""The share of the device's memory that a choice may plan, as peaks were up to 8 % above plans."""
+"""The share of the device's memory that a choice may plan on one device.
+
+Peaks of tensors were 6 to 35 % below their plans (docs/memory.md). The rest is for what the
+allocator keeps in pieces that are too small, and for communication.
+"""
+SHARE_OF_SEVERAL = 0.85
+"""Likewise on several devices, where a run that needs more ends. On one, micro-batches shrink."""
 OFFLOAD_COSTS = {"param_offload": 13e3, "optimizer_offload": 27e3}
 """The key -> the tokens whose update takes as long as its copies.
 
@@ -54,22 +61,27 @@ def choose_memory(
     available_bytes: int,
     auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
     recomputes_parts: bool = True,
+    has_own_kernels: bool = True,
 ) -> tuple[ConfigT, Mapping[str, Any]]:
-    """Return the configuration with memory keys for a device of this size, and these keys.
+    """Return the configuration with memory keys for devices of this size, and these keys.
 
     It is ``config`` itself, with no keys, if nothing is to be chosen or nothing fits.
 
     Args:
         sizes, auxiliary: as in ``plan_memory``.
         recomputes_parts: whether the model can recompute parts of layers, not only whole layers.
+        has_own_kernels: whether tandem's kernels compute the model. Plans are of their activations,
+            so that nothing is chosen for several devices without them.
     """
-    if not place(config).is_one_process:
+    is_one = place(config).is_one_process
+    if not (is_one or has_own_kernels):
         return config, {}
-    candidates = _candidates(config, recomputes_parts=recomputes_parts)
+    share = SHARE if is_one else SHARE_OF_SEVERAL
+    candidates = _candidates(config, recomputes_parts=recomputes_parts, offloads=is_one)
     for candidate in sorted(candidates, key=lambda candidate: candidate.cost):
         changed = with_overrides(config, candidate.overrides)
         plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
-        if all(plan.total <= SHARE * available_bytes for plan in plans.values()):
+        if all(plan.total <= share * available_bytes for plan in plans.values()):
             chosen = _changes(config, candidate.overrides)
             return (changed if chosen else config), chosen
     return config, {}
@@ -88,7 +100,9 @@ def _with_key(config: Any, path: list[str], *, value: Any) -> Any:
     return config.model_copy(update={name: inner})
 
 
-def _candidates(config: RunConfig | SftConfig, *, recomputes_parts: bool) -> Iterator[_Candidate]:
+def _candidates(
+    config: RunConfig | SftConfig, *, recomputes_parts: bool, offloads: bool
+) -> Iterator[_Candidate]:
     trained = trained_model(config)
     own = trained.of_task["actor-train"]
     model = trained.key.removesuffix(".path")
@@ -96,7 +110,7 @@ def _candidates(config: RunConfig | SftConfig, *, recomputes_parts: bool) -> Ite
     ways = product(
         _recomputations(config, model, recomputes_parts=recomputes_parts),
         _budgets(config),
-        _offloads(config, own.section),
+        _offloads(config, own.section) if offloads else ({},),
     )
     for recomputation, budget, offload in ways:
         copied = sum(OFFLOAD_COSTS[key.rpartition(".")[2]] for key in offload if offload[key])

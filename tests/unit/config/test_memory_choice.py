@@ -10,7 +10,7 @@ import pytest
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import GIB, plan_memory
-from tandem.config.plan.memory_choice import SHARE, choose_memory
+from tandem.config.plan.memory_choice import SHARE, SHARE_OF_SEVERAL, choose_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -32,12 +32,13 @@ TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
 def choose(
     *arguments: str, gib: float, sizes: ModelSizes = SEVEN_BILLION, **settings: Any
 ) -> dict[str, Any]:
-    """Return the chosen keys for a device of this size, whose plan fits it."""
+    """Return the chosen keys for devices of this size, whose plan fits them."""
     config = load_config(RunConfig, [*ARGUMENTS, *arguments]).config
     available = int(gib * GIB)
     changed, keys = choose_memory(config, sizes, available_bytes=available, **settings)
     (plan,) = plan_memory(changed, sizes, available_bytes=available).values()
-    assert plan.total <= SHARE * available or not keys
+    share = SHARE if config.trainer.n_gpus_per_node == 1 else SHARE_OF_SEVERAL
+    assert plan.total <= share * available or not keys
     if not keys:
         assert changed is config
     return dict(keys)
@@ -82,8 +83,18 @@ def test_short_updates_do_not_wait_for_copies() -> None:
     assert not {WEIGHTS, MOMENTS} & keys.keys()
 
 
-def test_several_devices_choose_nothing() -> None:
-    assert choose("trainer.n_gpus_per_node=2", gib=139.8) == {}
+def test_several_devices_recompute_no_more_than_they_must_and_offload_nothing() -> None:
+    two, four, eight = (f"trainer.n_gpus_per_node={count}" for count in (2, 4, 8))
+    assert choose(two, gib=139.8) == {GRANULARITY: "feed_forward", TOKENS: 8192}
+    assert choose(four, gib=139.8) == {ENABLE: False, TOKENS: 8192}
+    assert choose(eight, gib=1000) == {ENABLE: False}
+    assert choose(two, gib=79) == {}
+    assert choose(two, f"{ENABLE}=True", f"{TOKENS}=8192", gib=1000) == {}
+
+
+def test_several_devices_choose_nothing_without_the_kernels_of_the_plan() -> None:
+    assert choose("trainer.n_gpus_per_node=4", gib=1000, has_own_kernels=False) == {}
+    assert choose(gib=1000, has_own_kernels=False) == {ENABLE: False}
 
 
 def test_fine_tuning_has_keys_of_its_own() -> None:
