@@ -118,6 +118,7 @@ def make_engine(shape: Shape, workload: Workload, *, how: How) -> PagedRolloutEn
 def run(name: str, workload_name: str, *, warmup: int, repeats: int, how: How) -> dict[str, Any]:
     """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
+    torch.accelerator.reset_peak_memory_stats()
     engine = make_engine(shape, workload, how=how)
     rates, seconds, counts = [], [], []
     for repeat in range(warmup + repeats):
@@ -166,6 +167,7 @@ def run_continuously(name: str, workload_name: str, *, num_rows: int, how: How) 
     """
     workload = WORKLOADS[workload_name]
     batch = replace(workload, prompts=num_rows // workload.samples)
+    torch.accelerator.reset_peak_memory_stats()
     engine = make_engine(SHAPES[name], batch, how=how)
     queue = itertools.chain.from_iterable(
         requests_of(batch, seed=seed, vocabulary=SHAPES[name].vocabulary)

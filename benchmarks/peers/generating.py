@@ -2,7 +2,7 @@
 """The measurement of a peer's generation, for the scripts of this folder. Needs torch only.
 
 A repeat generates the whole workload from other prompts. One engine generates all workloads, one
-after the other; the first repeats of the first one are not counted.
+after the other; the first repeats of each are not counted.
 """
 
 import argparse
@@ -81,8 +81,8 @@ def measure(
     options: argparse.Namespace, tasks: list[Task], *, generate: Generate
 ) -> Iterator[Task]:
     """Yield the rows of the table, one for each workload."""
+    warmup = options.warmup
     for index, (place, task) in enumerate(zip(places(options), tasks, strict=True)):
-        warmup = 0 if index else options.warmup
         seconds, counts = [], []
         repeats = warmup + options.repeats
         for batch in batches(read_prompts(place), task["prompts"], repeats=repeats):

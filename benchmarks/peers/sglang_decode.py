@@ -19,6 +19,7 @@ from typing import Any
 
 import sglang
 import torch
+import transformers
 from generating import (
     Task,
     keep,
@@ -35,6 +36,9 @@ from generating import (
 sys.path.append(str(Path(__file__).parents[1]))
 from processes import children_end  # noqa: E402 - of the folder above
 
+FREE_POSITIONS = 8
+"""SGLang ends a sequence before the last positions of its context."""
+
 
 def parse() -> argparse.Namespace:
     parser = make_parser()
@@ -43,14 +47,14 @@ def parse() -> argparse.Namespace:
 
 
 def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str, Any]:
-    """Return the fastest settings of ``sglang.Engine``."""
+    """Return the settings of ``sglang.Engine``."""
     on_gpu = torch.cuda.is_available()
     sequences = most_sequences(tasks)
     chosen: dict[str, Any] = {
         "model_path": model_folder(options, tasks),
         "dtype": "bfloat16",
         "random_seed": 0,
-        "context_length": longest(tasks),
+        "context_length": longest(tasks) + FREE_POSITIONS,
         "max_running_requests": sequences,
         "skip_tokenizer_init": True,
         "disable_radix_cache": options.no_prefix_caching,
@@ -111,7 +115,11 @@ def main() -> None:
     for row, task in zip(measure(options, tasks, generate=generate), tasks, strict=True):
         rows.append({**row, "sampling_settings": sampling_settings(task)})
         found = report(
-            rows, system="sglang", modules=(sglang, torch), settings=chosen, ready_s=ready_s
+            rows,
+            system="sglang",
+            modules=(sglang, torch, transformers),
+            settings=chosen,
+            ready_s=ready_s,
         )
         keep(found, options.output)
     show(found)

@@ -46,7 +46,10 @@ def _checked(plan: Plan) -> Plan:
     }
     sizes, has_memory = known.pop(""), any(own.has_own_memory for own in site.platforms.values())
     auxiliary = {name: own for name, own in known.items() if own is not None}
-    memory = plan_memory(plan.config, sizes, auxiliary=auxiliary) if sizes and has_memory else None
+    memory = None
+    if sizes and has_memory:
+        available = None if site.is_mixed else site.platform.total_memory_bytes()
+        memory = plan_memory(site.config, sizes, auxiliary=auxiliary, available_bytes=available)
     answered = (COUNTED_BEFORE_FILTER, UNCHECKED_DEVICE, UNREAD_MODEL)
     told = (text for text in plan.warnings if not text.endswith(answered))
     return replace(
@@ -59,6 +62,7 @@ def _checked(plan: Plan) -> Plan:
             **plan.run,
             **prepared.described,
             "devices": _devices(site),
+            **_memory_keys(site),
             "starts": _start(checked),
         },
     )
@@ -71,6 +75,12 @@ def _devices(site: RunSite) -> str:
     if site.is_mixed or trainer.device != "auto":
         return f"{site.num_devices} {names}"
     return f"{site.num_devices} {names} ({choose_platform(trainer.device, os.environ).reason})"
+
+
+def _memory_keys(site: RunSite) -> dict[str, str]:
+    """Return the memory keys that the run sets itself."""
+    shown = " ".join(f"{key}={value}" for key, value in site.chosen.items())
+    return {"memory keys": f"{shown} (chosen to fit the devices)"} if shown else {}
 
 
 def _start(checked: CheckedRun) -> str:

@@ -8,9 +8,10 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tandem.api import EngineFailure, Runtime, WorkerGroup
 from tandem.comm.store import host_store, share_port
@@ -76,6 +77,7 @@ class RunSite:
         platforms: the platform of each used pool.
         cluster: None if one process does everything.
         head: the server to which the other nodes connect, if the run forms its own cluster.
+        chosen: the memory keys that the run has set itself, which ``config`` has.
     """
 
     config: RunConfig | SftConfig
@@ -83,6 +85,7 @@ class RunSite:
     placement: Placement
     cluster: ClusterPlan | None
     head: HeadServer | None = None
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> TrainedModel:
@@ -423,7 +426,7 @@ def _with_memory_keys(
         planned / GIB,
         " ".join(f"{key}={value}" for key, value in chosen.items()),
     )
-    return replace(site, config=config)
+    return replace(site, config=config, chosen=chosen)
 
 
 @asynccontextmanager

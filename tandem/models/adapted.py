@@ -145,7 +145,7 @@ def adapted_linear(
     addition: Addition,
 ) -> Tensor:
     """Return the outputs (T, N). Weight and bias get no gradient."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (lora_a_RD.requires_grad or x_TD.requires_grad):
         h_TR = _Inner.apply(x_TD, lora_a_RD, addition.scale)
         fixed = _Fixed(weight_ND, bias_N, lora_a_RD, addition)
         return _Sum.apply(x_TD, h_TR, lora_b_Mr, fixed)

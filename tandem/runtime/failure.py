@@ -132,9 +132,11 @@ _LOST_PEER_TEXT = re.compile(
 )
 
 _MEMORY_REMEDY = (
-    " Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (of tandem sft: "
-    "data.max_token_len_per_gpu) or actor_rollout_ref.rollout.gpu_memory_utilization, and run the "
-    "same command again: it resumes from the last checkpoint."
+    " Set actor_rollout_ref.model.enable_gradient_checkpointing=True (of tandem sft: "
+    "model.enable_gradient_checkpointing), lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
+    "(of tandem sft: data.max_token_len_per_gpu) or "
+    "actor_rollout_ref.rollout.gpu_memory_utilization, and run the same command again: it resumes "
+    "from the last checkpoint."
 )
 """Peers wait for this process in a collective: unlike on one device, the step cannot be repeated
 with smaller micro-batches.

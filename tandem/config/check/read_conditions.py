@@ -218,7 +218,7 @@ def _keeps_cache(config: RunConfig) -> bool:
 def _has_first_turns_only(config: RunConfig) -> bool:
     """Return whether tandem's own engines generate, and each sample in one turn."""
     name = config.actor_rollout_ref.rollout.name
-    return name not in ("vllm", "sglang") and not config.has_environment
+    return name in ("auto", "native") and not config.has_environment
 
 
 def _restarts_nothing(config: RunConfig) -> bool:
@@ -412,6 +412,11 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         (f"{_ROLLOUT}.enable_prefix_caching",),
         _has_first_turns_only,
         "samples of one prompt always share its keys and values, and none has a further turn",
+    ),
+    Exclusion(
+        (f"{_ROLLOUT}.enable_prefix_caching",),
+        lambda c: c.actor_rollout_ref.rollout.name == "hf",
+        "generation by transformers keeps nothing for later requests",
     ),
     Exclusion(
         (f"{_ROLLOUT}.max_engine_restarts",),

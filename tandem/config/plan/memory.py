@@ -273,7 +273,8 @@ def _of_pool(
     if "actor-train" in pool.tasks:
         model = _laid_out(sizes, roles.actor.fsdp_config, ranks=layouts["actor-train"])
         plan = _trained(plan, _policy_training(config, model), placement=placement)
-        if config.frees_cache and not placement.is_one_process:
+        takes_turns = not placement.is_one_process or _fills_its_share(config)
+        if config.frees_cache and takes_turns:
             plan = _taking_turns(plan)
     return plan
 
@@ -303,19 +304,33 @@ def wanted_cache(config: RunConfig, sizes: ModelSizes, *, placement: Placement) 
 def _generating(
     config: RunConfig, sizes: ModelSizes, *, placement: Placement, available_bytes: int | None
 ) -> MemoryPlan:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.attaches_servers:
+        return MemoryPlan()
     cache = wanted_cache(config, sizes, placement=placement)
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     held = held_in_generation(config, sizes)
     weights = computed * (held + sizes.adapters)
     quantized = quantized_bytes(config, sizes)
     if available_bytes is not None:
-        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-        cache = min(cache, max(0, int(share * available_bytes) - weights - quantized))
+        share = int(rollout.gpu_memory_utilization * available_bytes)
+        if _fills_its_share(config):
+            weights //= rollout.ranks_per_engine
+            return MemoryPlan(rollout=weights, cache=max(0, share - weights))
+        cache = min(cache, max(0, share - weights - quantized))
     if _shares_experts(config, placement):
         weights -= computed * (held - _others(sizes))
     weights *= _device_copies(config, placement)
     own = 0 if placement.is_one_process else weights
     return MemoryPlan(rollout=own + quantized, cache=cache)
+
+
+def _fills_its_share(config: RunConfig) -> bool:
+    """Return whether the engine has weights of its own, and a cache of all that is left of its
+    share of the device, however much its sequences need.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.name in ("vllm", "sglang") and not rollout.attaches_servers
 
 
 def held_in_generation(config: RunConfig, sizes: ModelSizes) -> int:

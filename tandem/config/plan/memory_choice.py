@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -32,8 +33,8 @@ LEAST_TOKENS = 8192
 SHARE = 0.92
 """The share of the device's memory that a choice may plan on one device.
 
-Peaks of tensors were 6 to 35 % below their plans (docs/memory.md). The rest is for what the
-allocator keeps in pieces that are too small, and for communication.
+With the native engine, peaks of tensors were 6 to 37 % below their plans (docs/memory.md). The rest
+is for what the allocator keeps in pieces that are too small, and for communication.
 """
 SHARE_OF_SEVERAL = 0.85
 """Likewise on several devices, where a run that needs more ends. On one, micro-batches shrink."""
@@ -73,15 +74,23 @@ def choose_memory(
         has_own_kernels: whether tandem's kernels compute the model. Plans are of their activations,
             so that nothing is chosen for several devices without them.
     """
-    is_one = place(config).is_one_process
+    placement = place(config)
+    is_one, trainer = placement.is_one_process, placement.pool_of("actor-train").name
     if not (is_one or has_own_kernels):
         return config, {}
-    share = SHARE if is_one else SHARE_OF_SEVERAL
-    candidates = _candidates(config, recomputes_parts=recomputes_parts, offloads=is_one)
+    most = (SHARE if is_one else SHARE_OF_SEVERAL) * available_bytes
+    plan = partial(plan_memory, sizes=sizes, auxiliary=auxiliary, available_bytes=available_bytes)
+    unchanged = plan(config)
+    candidates = _candidates(config, sizes, recomputes_parts=recomputes_parts)
     for candidate in sorted(candidates, key=lambda candidate: candidate.cost):
         changed = with_overrides(config, candidate.overrides)
-        plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
-        if all(plan.total <= share * available_bytes for plan in plans.values()):
+        # Pools that these keys do not concern, such as one that only generates, are left out.
+        concerned = {
+            name: own
+            for name, own in plan(changed).items()
+            if name == trainer or own != unchanged[name]
+        }
+        if all(own.total <= most for own in concerned.values()):
             chosen = _changes(config, candidate.overrides)
             return (changed if chosen else config), chosen
     return config, {}
@@ -101,16 +110,22 @@ def _with_key(config: Any, path: list[str], *, value: Any) -> Any:
 
 
 def _candidates(
-    config: RunConfig | SftConfig, *, recomputes_parts: bool, offloads: bool
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, recomputes_parts: bool
 ) -> Iterator[_Candidate]:
+    is_one = place(config).is_one_process
     trained = trained_model(config)
     own = trained.of_task["actor-train"]
     model = trained.key.removesuffix(".path")
     tokens = _tokens_of_update(config)
+    recomputations = list(_recomputations(config, model, recomputes_parts=recomputes_parts))
+    if not is_one and sizes.tower and not trained.freezes_tower and trained.adapters is None:
+        # The plan has no activations of a tower, which any recomputation computes again.
+        enable = f"{model}.enable_gradient_checkpointing"
+        recomputations = [way for way in recomputations if way.overrides.get(enable, True)]
     ways = product(
-        _recomputations(config, model, recomputes_parts=recomputes_parts),
+        recomputations,
         _budgets(config),
-        _offloads(config, own.section) if offloads else ({},),
+        _offloads(config, own.section) if is_one else ({},),
     )
     for recomputation, budget, offload in ways:
         copied = sum(OFFLOAD_COSTS[key.rpartition(".")[2]] for key in offload if offload[key])
@@ -144,7 +159,9 @@ def _budgets(config: RunConfig | SftConfig) -> Iterator[_Candidate]:
     if largest is None or _is_set(config, keys.tokens):
         return
     tokens, cost = largest // 2, HALVING_COST
-    shortest = max(LEAST_TOKENS, trained_model(config).max_tokens)
+    trained = trained_model(config)
+    ranks = trained.of_task["actor-train"].layout.ulysses_sequence_parallel_size
+    shortest = max(LEAST_TOKENS, -(-trained.max_tokens // ranks))
     while tokens >= shortest:
         yield _Candidate({keys.tokens: tokens}, cost)
         tokens, cost = tokens // 2, cost + HALVING_COST

@@ -192,7 +192,7 @@ class ActorConfig(BaseModel):
         default=16384,
         ge=1,
         description="Maximum number of tokens per device in a micro-batch that is filled by "
-        "tokens.",
+        "tokens. Not set, on accelerators of one kind: lowered if their memory asks for it.",
     )
     ppo_epochs: int = Field(default=1, ge=1, description="Number of passes over each batch.")
     shuffle: bool = Field(

@@ -43,7 +43,7 @@ class ModelConfig(BaseModel):
     enable_gradient_checkpointing: bool = Field(
         default=True,
         description="Recompute activations in the backward pass: less memory, more time. Not set, "
-        "on one accelerator: chosen to fit its memory.",
+        "on accelerators of one kind: chosen to fit their memory.",
     )
     recompute_granularity: RecomputeGranularity = Field(
         default="full",

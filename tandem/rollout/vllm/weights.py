@@ -24,7 +24,7 @@ from tandem.types import SliceSpec
 _RELOAD = "model_executor.model_loader.reload"
 _EXPERT = ".experts."
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-_CACHE_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
+_CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 """Parameters for a quantized cache, which an fp8 model of vLLM 0.26 opens with. The trainer has
 none, and vLLM puts back those in use."""
 

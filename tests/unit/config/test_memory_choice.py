@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory keys that a run on one device sets itself, and those that it leaves to the user."""
+"""The memory keys that a run sets itself, and those that it leaves to the user."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tandem.config.plan.memory_choice import SHARE, SHARE_OF_SEVERAL, choose_mem
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
+BILLIONS = ModelSizes(28, 1536, 8960, 12, 2, 128, 151936, True)
+"""1.5 billion parameters."""
 HALF_BILLION = ModelSizes(24, 896, 4864, 14, 2, 64, 151936, True)
 SEVEN_BILLION = ModelSizes(28, 3584, 18944, 28, 4, 128, 152064, False)
 ARGUMENTS = (
@@ -90,6 +93,68 @@ def test_several_devices_recompute_no_more_than_they_must_and_offload_nothing() 
     assert choose(eight, gib=1000) == {ENABLE: False}
     assert choose(two, gib=79) == {}
     assert choose(two, f"{ENABLE}=True", f"{TOKENS}=8192", gib=1000) == {}
+
+
+def test_an_engine_that_fills_its_share_leaves_less_to_training() -> None:
+    vllm = ("trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.name=vllm")
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    expected = {
+        0.3: {ENABLE: False, TOKENS: 8192},
+        0.5: {GRANULARITY: "feed_forward"},
+        0.6: {TOKENS: 8192},
+    }
+    for value, keys in expected.items():
+        assert choose(*vllm, f"{share}={value}", gib=80, sizes=BILLIONS) == keys
+
+    def of_generation(*arguments: str) -> int:
+        config = load_config(RunConfig, [*ARGUMENTS, *arguments]).config
+        (plan,) = plan_memory(config, BILLIONS, available_bytes=80 * GIB).values()
+        return plan.rollout + plan.cache
+
+    assert of_generation(*vllm, f"{share}=0.5") == 40 * GIB
+    assert of_generation(vllm[1], f"{share}=0.5") == 40 * GIB
+    frees = "actor_rollout_ref.rollout.free_cache_engine=True"
+    assert of_generation(*vllm, f"{share}=0.5", frees) < 40 * GIB
+    servers = "actor_rollout_ref.rollout.engine_kwargs.vllm.urls=[http://a:8000]"
+    assert of_generation(*vllm, f"+{servers}") == 0
+
+
+def test_a_pool_that_only_generates_does_not_hinder_the_trainer() -> None:
+    apart = (
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.async_pipeline=True",
+        "trainer.generate_ahead_steps=1",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.9",
+    )
+    config = load_config(RunConfig, [*ARGUMENTS, "data.train_batch_size=2048", *apart]).config
+    _, keys = choose_memory(config, HALF_BILLION, available_bytes=79 * GIB)
+    assert keys == {ENABLE: False}
+
+
+def test_several_devices_recompute_the_layers_of_a_model_whose_tower_is_trained() -> None:
+    """The plan has no activations of the tower."""
+    sizes = replace(HALF_BILLION, tower=600_000_000)
+    four = "trainer.n_gpus_per_node=4"
+    assert choose(four, gib=1000, sizes=sizes) == {GRANULARITY: "pointwise"}
+    frozen = f"{ACTOR}.freeze_vision_tower=True"
+    assert choose(four, frozen, gib=1000, sizes=sizes) == {ENABLE: False}
+    assert choose(gib=1000, sizes=sizes) == {ENABLE: False}
+
+
+def test_sequences_that_several_devices_share_allow_smaller_micro_batches() -> None:
+    shared = (
+        "trainer.n_gpus_per_node=8",
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",
+        "data.max_response_length=32640",
+        f"{TOKENS}=16384",
+    )
+    config = load_config(RunConfig, [*ARGUMENTS, *shared]).config
+    lowered = load_config(RunConfig, [*ARGUMENTS, *shared[:3]]).config
+    _, kept = choose_memory(config, HALF_BILLION, available_bytes=79 * GIB)
+    _, free = choose_memory(lowered, SEVEN_BILLION, available_bytes=130 * GIB)
+    assert TOKENS not in kept
+    assert free.get(TOKENS) == 8192
 
 
 def test_several_devices_choose_nothing_without_the_kernels_of_the_plan() -> None:

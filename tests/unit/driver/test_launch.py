@@ -219,7 +219,7 @@ def test_a_run_on_one_accelerator_sets_memory_keys_and_says_so(
 
     with caplog.at_level("INFO"):
         chosen = fitted(site(250), model)
-    assert chosen.config != config
+    assert chosen.config != config and chosen.chosen
     (record,) = [record for record in caplog.messages if "chosen to fit 250 GiB" in record]
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in record
     with pytest.raises(UserError, match="this run needs about"):

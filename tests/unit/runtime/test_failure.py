@@ -83,7 +83,9 @@ def test_worker_failure_says_all_on_its_first_line() -> None:
 def test_running_out_of_memory_names_what_to_lower() -> None:
     symptom = symptom_of(torch.OutOfMemoryError("Tried to allocate 2 GiB."), time_s=0)
     assert symptom.kind is Kind.RAISED
-    assert symptom.cause.startswith("OutOfMemoryError: Tried to allocate 2 GiB. Lower actor_")
+    assert symptom.cause.startswith(
+        "OutOfMemoryError: Tried to allocate 2 GiB. Set actor_rollout_ref.model.enable_"
+    )
 
 
 def test_user_errors_stay_user_errors() -> None:
