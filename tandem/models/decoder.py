@@ -42,8 +42,8 @@ Granularity = Literal["pointwise", "feed_forward", "full"]
 Recompute = Literal["nothing"] | Granularity
 """The part of a layer that the backward pass recomputes, with the same results. ``pointwise``:
 norms and activation. ``feed_forward``: also the first product of the feed-forward. ``full``: the
-whole layer; only its input is kept. A layer with experts recomputes all of its feed-forward with
-``pointwise`` too."""
+whole layer; only its input is kept. With ``feed_forward``, a layer with experts recomputes both of
+their products; their norm is never recomputed alone, as it is small beside what they keep."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +228,9 @@ class DecoderLayer(nn.Module):
         else:
             qkv_TD, x_TD = self._into_heads(*stream, operators=operators)
         o_TD = self._attend(qkv_TD, attention, angles=angles, operators=operators)
-        if recompute == "feed_forward" or (recompute == "pointwise" and self.experts is not None):
+        if recompute == "feed_forward":
             return _recomputed(feed_forward, x_TD, o_TD, operators=operators)
-        if recompute == "pointwise":
+        if recompute == "pointwise" and self.experts is None:
             gate_up_T2F, x_TD = _recomputed(self._into_gate, x_TD, o_TD, operators=operators)
             return x_TD, _recomputed(self._out_of_gate, gate_up_T2F, operators)
         return feed_forward(x_TD, o_TD, operators=operators)

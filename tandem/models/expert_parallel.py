@@ -31,11 +31,11 @@ from tandem.models.collectives import (
 from tandem.models.decoder import Decoder, DecoderLayer
 from tandem.models.expert_products import (
     ExpertOrder,
-    collect,
+    Matrices,
     combine,
-    compute,
     order_by_expert,
     spread,
+    train_part,
 )
 from tandem.models.experts import Experts, RoutedExperts
 from tandem.models.operators import Operators
@@ -169,12 +169,9 @@ class _DividedExperts(RoutedExperts):
         expert_M = ids_G.repeat(peers.size).repeat_interleave(
             from_PG.flatten(), output_size=sum(received)
         )
-        inner = order_by_expert(expert_M, own)
-        x_MD = spread(x_MD, inner, num_chosen=1)
-        z_MD = compute(
-            x_MD, self.gate_up, down_EDF=self.down, stop_E=inner.stop_E, gate=operators.gate
-        )
-        z_ND = exchange_rows(collect(z_MD, inner), peers, sent=received, received=sent)
+        matrices = Matrices(self.gate_up, self.down, operators.gate)
+        z_MD = train_part(x_MD, order_by_expert(expert_M, own), matrices=matrices)
+        z_ND = exchange_rows(z_MD, peers, sent=received, received=sent)
         return combine(z_ND, order, weight_TK=weight_TK)
 
 

@@ -5,6 +5,9 @@ Tokens reach their experts by gathers whose gradients are gathers: there is no a
 results repeat on accelerators. Sizes depend on T, K and E only; the host does not wait for the
 device.
 
+A backward pass keeps the normed inputs of tokens and what their experts make of them before the
+activation. It repeats gathers and the activation, and no product.
+
 Shapes: T tokens, D hidden, E experts, K chosen for a token, N = T K assignments, F expert width.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +38,18 @@ class ExpertOrder:
     stop_E: Tensor
 
 
+Gate = Callable[[Tensor], Tensor]
+"""``operators.Operators.gate``."""
+
+
+class Combine(Protocol):
+    """The weighted sum of each token's outputs."""
+
+    def __call__(self, z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:
+        """Return the sums (T, D), added in fp32 and rounded once."""
+        ...
+
+
 def run_experts(
     h_TD: Tensor,
     expert_TK: Tensor,
@@ -42,23 +57,54 @@ def run_experts(
     weight_TK: Tensor,
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
-    gate: Callable[[Tensor], Tensor],
+    gate: Gate,
     is_part: bool = False,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (T, D).
 
     Args:
-        gate: ``operators.Operators.gate``.
-        is_part: whether there may be experts of other processes; see ``operators.Operators``.
+        is_part: whether there may be experts of other processes; see ``operators.Operators``. There
+            are no gradients then.
     """
+    if not is_part:
+        matrices = Matrices(gate_up_E2FD, down_EDF, gate)
+        return train_experts(h_TD, expert_TK, weight_TK=weight_TK, matrices=matrices)
     num_experts = len(gate_up_E2FD)
-    order = order_by_expert(expert_TK.flatten(), num_experts + is_part)
+    order = order_by_expert(expert_TK.flatten(), num_experts + 1)
     x_ND, stop_E = spread(h_TD, order, num_chosen=expert_TK.shape[1]), order.stop_E[:num_experts]
     z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=stop_E, gate=gate)
-    if is_part:  # on accelerators, rows behind the last stop are not written
-        is_behind_N = torch.arange(len(z_ND), device=z_ND.device) >= stop_E[-1]
-        z_ND = z_ND.masked_fill(is_behind_N[:, None], 0)
+    # On accelerators, rows behind the last stop are not written.
+    is_behind_N = torch.arange(len(z_ND), device=z_ND.device) >= stop_E[-1]
+    z_ND = z_ND.masked_fill(is_behind_N[:, None], 0)
     return combine(z_ND, order, weight_TK=weight_TK)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The matrices of the experts of a layer, with their activation."""
+
+    gate_up_E2FD: Tensor
+    down_EDF: Tensor
+    gate: Gate
+
+
+def train_experts(
+    h_TD: Tensor,
+    expert_TK: Tensor,
+    *,
+    weight_TK: Tensor,
+    matrices: Matrices,
+    add: Combine | None = None,
+) -> Tensor:
+    """Return the weighted sum of the outputs of each token's experts, (T, D), with gradients.
+
+    Args:
+        add: a faster ``combine``, which needs no gradient.
+    """
+    order = order_by_expert(expert_TK.flatten(), len(matrices.down_EDF))
+    way = _Way(order, expert_TK.shape[1], matrices.gate, add or combine)
+    gate_up_N2F = _Up.apply(h_TD, matrices.gate_up_E2FD, way)
+    return _Down.apply(gate_up_N2F, matrices.down_EDF, weight_TK, way)
 
 
 def order_by_expert(expert_N: Tensor, num_experts: int) -> ExpertOrder:
@@ -82,7 +128,7 @@ def compute(
     *,
     down_EDF: Tensor,
     stop_E: Tensor,
-    gate: Callable[[Tensor], Tensor],
+    gate: Gate,
 ) -> Tensor:
     """Return each expert's outputs for its rows, (N, D). The rows must end at the last stop."""
     gate_up_N2F = _multiply(x_ND, gate_up_E2FD, stop_E=stop_E)
@@ -107,6 +153,121 @@ def combine(z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:
 def collect(z_ND: Tensor, order: ExpertOrder) -> Tensor:
     """Return rows of places, (N, D), in the order of the assignments."""
     return _Collect.apply(z_ND, order.source_N, order.place_N)
+
+
+def train_part(x_MD: Tensor, order: ExpertOrder, *, matrices: Matrices) -> Tensor:
+    """Return the output of each row's expert, (M, D), in the order of the rows, with gradients."""
+    way = _Way(order, 1, matrices.gate, combine)
+    gate_up_M2F = _Up.apply(x_MD, matrices.gate_up_E2FD, way)
+    return collect(_Out.apply(gate_up_M2F, matrices.down_EDF, way), order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The way of the tokens of a pass to their experts, and what is done there."""
+
+    order: ExpertOrder
+    num_chosen: int
+    gate: Gate
+    add: Combine
+
+
+class _Up(torch.autograd.Function):
+    """Each assignment's token times gate and up of its expert, (N, 2 F). It keeps the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, weight_E2FD: Tensor, way: _Way) -> Tensor:
+        ctx.save_for_backward(h_TD, weight_E2FD)
+        ctx.way = way
+        x_ND = h_TD.index_select(0, way.order.source_N // way.num_chosen)
+        return _multiply(x_ND, weight_E2FD, stop_E=way.order.stop_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N2F: Tensor) -> Any:
+        (h_TD, weight_E2FD), way = ctx.saved_tensors, ctx.way
+        order = way.order
+        x_ND = h_TD.index_select(0, order.source_N // way.num_chosen)
+        grad_E2FD = _outer(grad_N2F, x_ND, stop_E=order.stop_E)
+        del x_ND
+        grad_ND = _multiply(grad_N2F, weight_E2FD.transpose(1, 2), stop_E=order.stop_E)
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        ones_TK = torch.ones(len(h_TD), way.num_chosen, dtype=wide, device=h_TD.device)
+        return way.add(grad_ND, order, weight_TK=ones_TK), grad_E2FD, None
+
+
+class _Down(torch.autograd.Function):
+    """The weighted sum of what the experts make of gate and up, (T, D). It keeps gate and up.
+
+    With a = gate(gate_up), z = W a and y = sum w z, and a gradient g of y at each assignment:
+    dw = a . (W^T g), da = w W^T g and dW = g (w a)^T. So z is not needed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up_N2F: Tensor, weight_EDF: Tensor, weight_TK: Tensor, way: _Way
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up_N2F, weight_EDF, weight_TK)
+        ctx.way = way
+        z_ND = _multiply(way.gate(gate_up_N2F), weight_EDF, stop_E=way.order.stop_E)
+        return way.add(z_ND, way.order, weight_TK=weight_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+        (gate_up_N2F, weight_EDF, weight_TK), way = ctx.saved_tensors, ctx.way
+        order, dtype = way.order, gate_up_N2F.dtype
+        leaf_N2F, a_NF = _activate_again(gate_up_N2F, way)
+        weight_N1 = weight_TK.flatten()[order.source_N, None]
+        grad_ND = grad_TD.index_select(0, order.source_N // way.num_chosen)
+        # The backward pass of a function records no graph, though ``a_NF`` is of one.
+        weighted_NF = (a_NF * weight_N1).to(dtype)
+        grad_EDF = _outer(grad_ND, weighted_NF, stop_E=order.stop_E)
+        del weighted_NF
+        back_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=order.stop_E)
+        del grad_ND
+        dots_N = (back_NF.to(weight_TK.dtype) * a_NF).sum(1)
+        grad_TK = dots_N[order.place_N].view_as(weight_TK)
+        grad_NF = (back_NF * weight_N1).to(dtype)
+        (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
+        return grad_N2F, grad_EDF, grad_TK, None
+
+
+class _Out(torch.autograd.Function):
+    """The outputs of experts from gate and up, (N, D), sorted by expert. It keeps gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_N2F: Tensor, weight_EDF: Tensor, way: _Way) -> Tensor:
+        ctx.save_for_backward(gate_up_N2F, weight_EDF)
+        ctx.way = way
+        return _multiply(way.gate(gate_up_N2F), weight_EDF, stop_E=way.order.stop_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> Any:
+        (gate_up_N2F, weight_EDF), way = ctx.saved_tensors, ctx.way
+        leaf_N2F, a_NF = _activate_again(gate_up_N2F, way)
+        stop_E = way.order.stop_E
+        grad_EDF = _outer(grad_ND, a_NF, stop_E=stop_E)
+        grad_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=stop_E)
+        (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
+        return grad_N2F, grad_EDF, None
+
+
+def _activate_again(gate_up_N2F: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
+    """Return gate and up as a leaf of a graph, and their activation."""
+    with torch.enable_grad():
+        leaf_N2F = gate_up_N2F.detach().requires_grad_()
+        return leaf_N2F, way.gate(leaf_N2F)
+
+
+def _outer(y_NO: Tensor, x_NI: Tensor, *, stop_E: Tensor) -> Tensor:
+    """Return the sum of the outer products of each expert's rows, (E, O, I)."""
+    if x_NI.dtype != torch.float64:
+        return F.grouped_mm(y_NO.T, x_NI, offs=stop_E)
+    sizes = stop_E.diff(prepend=stop_E.new_zeros(1)).tolist()
+    parts = zip(y_NO.split(sizes), x_NI.split(sizes), strict=True)
+    return torch.stack([y.T @ x for y, x in parts])
 
 
 class _Spread(torch.autograd.Function):

@@ -202,21 +202,21 @@ class ModelSizes:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def layer_numbers_per_token(self, tensor_parallel: int = 1, *, expert_parallel: int = 1) -> int:
-        """Return how many half-precision numbers the largest layer keeps per token for its
-        backward pass.
+        """Return how many half-precision numbers the largest layer has per token at a time, in its
+        forward or backward pass.
 
         They are the two residual sums in fp32 (4 D) and their norms (2 D); query, key and value
         before and after rotation; the attention output; gate, up and their product. Tensor
         parallelism splits all but sums, norms and experts. For each chosen expert these are the
-        row that it reads, gate and up, their product, and its output in both precisions. If experts
-        are divided, these are the numbers of the fullest device. Latent attention also keeps its
-        narrow vectors and their norms.
+        row that it reads, gate and up, their product, and its output in both precisions, or what
+        its backward pass computes of them. If experts are divided, these are the numbers of the
+        fullest device. Latent attention also has its narrow vectors and their norms.
         """
         dense = self._kept_outside(tensor_parallel) + 3 * self.inner // tensor_parallel
         experts = self.experts
         if experts is None:
             return dense
-        sparse = self._kept_outside(tensor_parallel) + self._kept_by_experts(expert_parallel)
+        sparse = self._kept_outside(tensor_parallel) + self._held_by_experts(expert_parallel)
         return max(sparse, dense) if experts.dense_layers else sparse
 
     def _kept_outside(self, tensor_parallel: int) -> int:
@@ -224,11 +224,26 @@ class ModelSizes:
         latent = 0 if self.latent is None else self.latent.kept_numbers
         return 6 * self.hidden + latent + heads * self.head_dim // tensor_parallel
 
-    def _kept_by_experts(self, expert_parallel: int) -> int:
+    def _held_by_experts(self, expert_parallel: int) -> int:
+        """Return the numbers of a token in the experts of a layer that is being computed."""
         experts = self.experts
         assert experts is not None, "the model has no experts"
-        routed = experts.num_chosen * (4 * self.hidden + 4 * experts.inner)
+        forward = 4 * self.hidden + 4 * experts.inner
+        backward = 2 * self.hidden + 7 * experts.inner
+        routed = experts.num_chosen * max(forward, backward)
         routed = int(_FULLEST * routed) if expert_parallel > 1 else routed
+        return routed + 2 * experts.num_experts + 4 * experts.shared_inner
+
+    def _kept_by_experts(self, expert_parallel: int) -> int:
+        """Return the numbers of a token that the experts of a layer keep for its backward pass:
+        gate and up of each chosen one, and if they are divided what is sent and comes back.
+        """
+        experts = self.experts
+        assert experts is not None, "the model has no experts"
+        routed = experts.num_chosen * 2 * experts.inner
+        if expert_parallel > 1:
+            received = experts.num_chosen * (self.hidden + 2 * experts.inner)
+            routed = int(_FULLEST * received) + experts.num_chosen * self.hidden
         return routed + 2 * experts.num_experts + 4 * experts.shared_inner
 
     def kept_numbers_per_token(
@@ -253,13 +268,19 @@ class ModelSizes:
         if recomputed is None:
             kept = self._kept_outside(tensor_parallel)
             own = dense * (kept + 3 * self.inner // tensor_parallel)
-            own += sparse * (kept + self._kept_by_experts(expert_parallel)) if sparse else 0
-            return num_batches * own
+            if not sparse:
+                return num_batches * own
+            by_experts = self._kept_by_experts(expert_parallel)
+            computed = self._held_by_experts(expert_parallel) - by_experts
+            return num_batches * (own + sparse * (kept + by_experts)) + max(0, computed)
         heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
         gate_up = 2 * self.inner // tensor_parallel
         split = {"full": 0, "feed_forward": heads, "pointwise": heads}[recomputed]
         kept = self.num_layers * (3 * self.hidden + split)
-        kept += dense * gate_up if recomputed == "pointwise" else 0
+        if recomputed == "pointwise":
+            kept += dense * gate_up
+            if sparse:
+                kept += sparse * (self.hidden + self._kept_by_experts(expert_parallel))
         return num_batches * kept + whole
 
 

@@ -152,16 +152,25 @@ def test_mo14_kept_activations_of_layers_with_experts():
     sparse = outside + 8 * (4 * 2048 + 4 * 768) + 2 * 128 + 4 * 2 * 768
     dense = outside + 3 * 6144
     assert sizes.layer_numbers_per_token() == sparse
-    assert sizes.kept_numbers_per_token(None) == 3 * sparse + dense
+    # Of a chosen expert, its gate and up are kept. One layer at a time has the rest.
+    of_experts = 8 * (4 * 2048 + 4 * 768)
+    kept = sparse - of_experts + 8 * 2 * 768
+    assert sizes.kept_numbers_per_token(None) == 3 * kept + dense + sparse - kept
     assert sizes.kept_numbers_per_token("full") == 4 * 3 * 2048 + sparse
     # If experts are divided, the fullest device has more tokens than the others.
-    fullest = sparse + 8 * (4 * 2048 + 4 * 768) // 2
+    fullest = sparse + of_experts // 2
     assert sizes.layer_numbers_per_token(expert_parallel=2) == fullest
     assert sizes.kept_numbers_per_token("full", expert_parallel=2) == 4 * 3 * 2048 + fullest
-    assert sizes.kept_numbers_per_token(None, expert_parallel=2) == 3 * fullest + dense
+    # What is sent to the experts of other devices, and what comes back, is kept, too.
+    sent = 8 * (2048 + 2 * 768) * 3 // 2 + 8 * 2048
+    apart = sparse - of_experts + sent
+    divided = sizes.kept_numbers_per_token(None, expert_parallel=2)
+    assert divided == 3 * apart + dense + fullest - apart
     heads = 3 * (32 + 4) * 128
     pointwise = 4 * (3 * 2048 + heads) + 2 * 6144 + sparse
+    pointwise += 3 * (2048 + kept - outside)
     assert sizes.kept_numbers_per_token("pointwise") == pointwise
+    assert sizes.kept_numbers_per_token("feed_forward") == 4 * (3 * 2048 + heads) + sparse
 
 
 def test_mo14_divided_experts_are_held_and_gathered_in_parts():

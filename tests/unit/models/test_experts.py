@@ -16,7 +16,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.derived.experts import ExpertConfig
 from tandem.models.experts import Experts
@@ -235,3 +237,80 @@ def test_mo1_the_router_multiplies_in_fp32_and_has_a_gradient():
     assert torch.equal(weight_TK, scores.gather(1, expert_TK))
     weight_TK[:, 0].sum().backward()
     assert module.router.grad.any()
+
+
+class Products(TorchDispatchMode):
+    """Counts products with the matrices of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func == torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_recomputation_repeats_no_product_of_experts_that_it_does_not_name(tmp_path):
+    """Two products a layer in the forward pass, and four in the backward pass."""
+    write("qwen3_moe", tmp_path)
+    model = open_fp32(tmp_path).in_dtype(torch.bfloat16)
+    packed = pack_shared(*sample_sequences())
+    found = {}
+    for granularity in ("nothing", "pointwise", "feed_forward", "full"):
+        if granularity != "nothing":
+            model.set_gradient_checkpointing(True, granularity)
+        model.module.zero_grad()
+        with Products() as products:
+            weighted_sum(logits_of(model, packed).float()).backward()
+        gradients = [x.grad.clone() for x in model.module.parameters() if x.grad is not None]
+        found[granularity] = (products.count / len(model.decoder.layers), gradients)
+    assert [count for count, _ in found.values()] == [6, 6, 8, 8]
+    for _, gradients in found.values():
+        assert all(map(torch.equal, gradients, found["nothing"][1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_keeps_tokens_and_what_experts_make_of_them_before_the_activation(dtype):
+    """And not the rows that experts read, nor their outputs: T K D numbers each."""
+    num_tokens, hidden, inner, chosen = 300, 64, 16, 4
+    config = ExpertConfig(num_experts=8, num_chosen=chosen, inner=inner)
+    layer = Experts(config, hidden).to(dtype)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    h_TD = torch.randn(num_tokens, hidden, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y_TD = layer(h_TD, TORCH)
+    numbers = sum(kept.values()) / num_tokens / dtype.itemsize
+    routing = 4 * 8 * (8 + chosen)  # of the router, in fp32 and int64: bytes at most
+    assert numbers < hidden + 2 * chosen * inner + routing / dtype.itemsize
+    assert y_TD.requires_grad
+
+
+def test_a_weight_of_zero_has_a_gradient():
+    """It is that of the experts' outputs, though these are not kept."""
+    generator = torch.Generator().manual_seed(0)
+    h_TD, gate_up_E2FD, down_EDF = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in ((5, 8), (3, 12, 8), (3, 8, 6))
+    )
+    expert_TK = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]])
+    weight_TK = torch.rand((5, 2), generator=generator, dtype=torch.float64)
+    weight_TK[1, 0] = 0.0
+    inputs = [x.requires_grad_() for x in (h_TD, weight_TK, gate_up_E2FD, down_EDF)]
+
+    def run(h_TD, weight_TK, gate_up_E2FD, down_EDF):
+        return TORCH.experts(
+            h_TD, expert_TK, weight_TK=weight_TK, gate_up_E2FD=gate_up_E2FD, down_EDF=down_EDF
+        )
+
+    assert torch.autograd.gradcheck(run, inputs)
