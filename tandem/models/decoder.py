@@ -43,7 +43,7 @@ Recompute = Literal["nothing"] | Granularity
 """The part of a layer that the backward pass recomputes, with the same results. ``pointwise``:
 norms and activation. ``feed_forward``: also the first product of the feed-forward. ``full``: the
 whole layer; only its input is kept. With ``feed_forward``, a layer with experts recomputes both of
-their products; their norm is never recomputed alone, as it is small beside what they keep."""
+their products. With ``pointwise``, it recomputes nothing after its attention."""
 
 
 @dataclass(frozen=True)

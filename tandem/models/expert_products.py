@@ -5,8 +5,9 @@ Tokens reach their experts by gathers whose gradients are gathers: there is no a
 results repeat on accelerators. Sizes depend on T, K and E only; the host does not wait for the
 device.
 
-A backward pass keeps the normed inputs of tokens and what their experts make of them before the
-activation. It repeats gathers and the activation, and no product.
+For its backward pass, a layer keeps the normed inputs of tokens and the gate and up projections of
+their experts. Gathers and the activation are repeated then, and no product is. If experts are
+divided over processes, the rows that travel are kept, too.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token, N = T K assignments, F expert width.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertOrder:
+class ExpertOrder(NamedTuple):
     """The assignments sorted by expert.
 
     Attributes:
@@ -102,7 +102,7 @@ def train_experts(
         add: a faster ``combine``, which needs no gradient.
     """
     order = order_by_expert(expert_TK.flatten(), len(matrices.down_EDF))
-    way = _Way(order, expert_TK.shape[1], matrices.gate, add or combine)
+    way = (order, _Work(expert_TK.shape[1], matrices.gate, add or combine))
     gate_up_N2F = _Up.apply(h_TD, matrices.gate_up_E2FD, way)
     return _Down.apply(gate_up_N2F, matrices.down_EDF, weight_TK, way)
 
@@ -157,19 +157,23 @@ def collect(z_ND: Tensor, order: ExpertOrder) -> Tensor:
 
 def train_part(x_MD: Tensor, order: ExpertOrder, *, matrices: Matrices) -> Tensor:
     """Return the output of each row's expert, (M, D), in the order of the rows, with gradients."""
-    way = _Way(order, 1, matrices.gate, combine)
+    way = (order, _Work(1, matrices.gate, combine))
     gate_up_M2F = _Up.apply(x_MD, matrices.gate_up_E2FD, way)
     return collect(_Out.apply(gate_up_M2F, matrices.down_EDF, way), order)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """The way of the tokens of a pass to their experts, and what is done there."""
+class _Work:
+    """The activation of experts, and the sums of a token's rows."""
 
-    order: ExpertOrder
     num_chosen: int
     gate: Gate
     add: Combine
+
+
+_Way = tuple[ExpertOrder, _Work]
+"""The way of tokens to their experts, and the work there. The order is saved like other tensors: a
+layer that is recomputed has another one."""
 
 
 class _Up(torch.autograd.Function):
@@ -177,23 +181,24 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h_TD: Tensor, weight_E2FD: Tensor, way: _Way) -> Tensor:
-        ctx.save_for_backward(h_TD, weight_E2FD)
-        ctx.way = way
-        x_ND = h_TD.index_select(0, way.order.source_N // way.num_chosen)
-        return _multiply(x_ND, weight_E2FD, stop_E=way.order.stop_E)
+        order, ctx.work = way
+        ctx.save_for_backward(h_TD, weight_E2FD, *order)
+        x_ND = h_TD.index_select(0, order.source_N // ctx.work.num_chosen)
+        return _multiply(x_ND, weight_E2FD, stop_E=order.stop_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N2F: Tensor) -> Any:
-        (h_TD, weight_E2FD), way = ctx.saved_tensors, ctx.way
-        order = way.order
-        x_ND = h_TD.index_select(0, order.source_N // way.num_chosen)
-        grad_E2FD = _outer(grad_N2F, x_ND, stop_E=order.stop_E)
-        del x_ND
-        grad_ND = _multiply(grad_N2F, weight_E2FD.transpose(1, 2), stop_E=order.stop_E)
-        wide = torch.promote_types(h_TD.dtype, torch.float32)
-        ones_TK = torch.ones(len(h_TD), way.num_chosen, dtype=wide, device=h_TD.device)
-        return way.add(grad_ND, order, weight_TK=ones_TK), grad_E2FD, None
+        h_TD, weight_E2FD, *saved = ctx.saved_tensors
+        order, grad_TD, grad_E2FD = ExpertOrder(*saved), None, None
+        if ctx.needs_input_grad[1]:
+            x_ND = h_TD.index_select(0, order.source_N // ctx.work.num_chosen)
+            grad_E2FD = _outer(grad_N2F, x_ND, stop_E=order.stop_E)
+            del x_ND
+        if ctx.needs_input_grad[0]:
+            grad_ND = _multiply(grad_N2F, weight_E2FD.transpose(1, 2), stop_E=order.stop_E)
+            grad_TD = _add_rows(grad_ND, order, ctx.work)
+        return grad_TD, grad_E2FD, None
 
 
 class _Down(torch.autograd.Function):
@@ -207,29 +212,36 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any, gate_up_N2F: Tensor, weight_EDF: Tensor, weight_TK: Tensor, way: _Way
     ) -> Tensor:
-        ctx.save_for_backward(gate_up_N2F, weight_EDF, weight_TK)
-        ctx.way = way
-        z_ND = _multiply(way.gate(gate_up_N2F), weight_EDF, stop_E=way.order.stop_E)
-        return way.add(z_ND, way.order, weight_TK=weight_TK)
+        order, ctx.work = way
+        ctx.save_for_backward(gate_up_N2F, weight_EDF, weight_TK, *order)
+        z_ND = _multiply(ctx.work.gate(gate_up_N2F), weight_EDF, stop_E=order.stop_E)
+        return ctx.work.add(z_ND, order, weight_TK=weight_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
-        (gate_up_N2F, weight_EDF, weight_TK), way = ctx.saved_tensors, ctx.way
-        order, dtype = way.order, gate_up_N2F.dtype
-        leaf_N2F, a_NF = _activate_again(gate_up_N2F, way)
-        weight_N1 = weight_TK.flatten()[order.source_N, None]
-        grad_ND = grad_TD.index_select(0, order.source_N // way.num_chosen)
+        gate_up_N2F, weight_EDF, weight_TK, *saved = ctx.saved_tensors
+        order, dtype = ExpertOrder(*saved), gate_up_N2F.dtype
+        needs_gate_up, needs_matrix, needs_weight = ctx.needs_input_grad[:3]
+        grad_N2F = grad_EDF = grad_TK = None
         # The backward pass of a function records no graph, though ``a_NF`` is of one.
-        weighted_NF = (a_NF * weight_N1).to(dtype)
-        grad_EDF = _outer(grad_ND, weighted_NF, stop_E=order.stop_E)
-        del weighted_NF
-        back_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=order.stop_E)
-        del grad_ND
-        dots_N = (back_NF.to(weight_TK.dtype) * a_NF).sum(1)
-        grad_TK = dots_N[order.place_N].view_as(weight_TK)
-        grad_NF = (back_NF * weight_N1).to(dtype)
-        (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
+        leaf_N2F, a_NF = _activate_again(gate_up_N2F, ctx.work)
+        weight_N1 = weight_TK.flatten()[order.source_N, None]
+        grad_ND = grad_TD.index_select(0, order.source_N // ctx.work.num_chosen)
+        if needs_matrix:
+            weighted_NF = (a_NF * weight_N1).to(dtype)
+            grad_EDF = _outer(grad_ND, weighted_NF, stop_E=order.stop_E)
+            del weighted_NF
+        if needs_gate_up or needs_weight:
+            back_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=order.stop_E)
+            del grad_ND
+            if needs_weight:
+                dots_N = (back_NF.to(weight_TK.dtype) * a_NF).sum(1)
+                grad_TK = dots_N[order.place_N].view_as(weight_TK)
+            if needs_gate_up:
+                grad_NF = (back_NF * weight_N1).to(dtype)
+                del back_NF
+                (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
         return grad_N2F, grad_EDF, grad_TK, None
 
 
@@ -238,27 +250,38 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up_N2F: Tensor, weight_EDF: Tensor, way: _Way) -> Tensor:
-        ctx.save_for_backward(gate_up_N2F, weight_EDF)
-        ctx.way = way
-        return _multiply(way.gate(gate_up_N2F), weight_EDF, stop_E=way.order.stop_E)
+        order, ctx.work = way
+        ctx.save_for_backward(gate_up_N2F, weight_EDF, order.stop_E)
+        return _multiply(ctx.work.gate(gate_up_N2F), weight_EDF, stop_E=order.stop_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> Any:
-        (gate_up_N2F, weight_EDF), way = ctx.saved_tensors, ctx.way
-        leaf_N2F, a_NF = _activate_again(gate_up_N2F, way)
-        stop_E = way.order.stop_E
-        grad_EDF = _outer(grad_ND, a_NF, stop_E=stop_E)
-        grad_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=stop_E)
-        (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
+        gate_up_N2F, weight_EDF, stop_E = ctx.saved_tensors
+        grad_N2F = grad_EDF = None
+        leaf_N2F, a_NF = _activate_again(gate_up_N2F, ctx.work)
+        if ctx.needs_input_grad[1]:
+            grad_EDF = _outer(grad_ND, a_NF, stop_E=stop_E)
+        if ctx.needs_input_grad[0]:
+            grad_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=stop_E)
+            (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
         return grad_N2F, grad_EDF, None
 
 
-def _activate_again(gate_up_N2F: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
+def _add_rows(grad_ND: Tensor, order: ExpertOrder, work: _Work) -> Tensor:
+    """Return the sum of the gradients of each token's rows, (T, D)."""
+    if work.num_chosen == 1:
+        return grad_ND.index_select(0, order.place_N)
+    wide = torch.promote_types(grad_ND.dtype, torch.float32)
+    size = (len(grad_ND) // work.num_chosen, work.num_chosen)
+    return work.add(grad_ND, order, weight_TK=grad_ND.new_ones(size, dtype=wide))
+
+
+def _activate_again(gate_up_N2F: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
     """Return gate and up as a leaf of a graph, and their activation."""
     with torch.enable_grad():
         leaf_N2F = gate_up_N2F.detach().requires_grad_()
-        return leaf_N2F, way.gate(leaf_N2F)
+        return leaf_N2F, work.gate(leaf_N2F)
 
 
 def _outer(y_NO: Tensor, x_NI: Tensor, *, stop_E: Tensor) -> Tensor:

@@ -229,14 +229,16 @@ class ModelSizes:
         experts = self.experts
         assert experts is not None, "the model has no experts"
         forward = 4 * self.hidden + 4 * experts.inner
-        backward = 2 * self.hidden + 7 * experts.inner
+        backward = 2 * self.hidden + 8 * experts.inner
         routed = experts.num_chosen * max(forward, backward)
         routed = int(_FULLEST * routed) if expert_parallel > 1 else routed
-        return routed + 2 * experts.num_experts + 4 * experts.shared_inner
+        return routed + self._numbers_beside_experts
 
     def _kept_by_experts(self, expert_parallel: int) -> int:
-        """Return the numbers of a token that the experts of a layer keep for its backward pass:
-        gate and up of each chosen one, and if they are divided what is sent and comes back.
+        """Return the numbers of a token that the experts of a layer keep for its backward pass.
+
+        They are gate and up of each chosen one. If experts are divided, the rows that are received
+        and those that come back are kept, too.
         """
         experts = self.experts
         assert experts is not None, "the model has no experts"
@@ -244,7 +246,17 @@ class ModelSizes:
         if expert_parallel > 1:
             received = experts.num_chosen * (self.hidden + 2 * experts.inner)
             routed = int(_FULLEST * received) + experts.num_chosen * self.hidden
-        return routed + 2 * experts.num_experts + 4 * experts.shared_inner
+        return routed + self._numbers_beside_experts
+
+    @property
+    def _numbers_beside_experts(self) -> int:
+        """The input of the router in fp32, its scores, places and weights of the chosen experts,
+        and the numbers of the shared expert.
+        """
+        experts = self.experts
+        assert experts is not None, "the model has no experts"
+        routing = 2 * self.hidden + 2 * experts.num_experts + 14 * experts.num_chosen
+        return routing + 4 * experts.shared_inner
 
     def kept_numbers_per_token(
         self,
@@ -280,7 +292,8 @@ class ModelSizes:
         if recomputed == "pointwise":
             kept += dense * gate_up
             if sparse:
-                kept += sparse * (self.hidden + self._kept_by_experts(expert_parallel))
+                # With the sum in fp32 before their norm, which is not computed again.
+                kept += sparse * (2 * self.hidden + self._kept_by_experts(expert_parallel))
         return num_batches * kept + whole
 
 

@@ -49,7 +49,7 @@ class ModelConfig(BaseModel):
         default="full",
         description="Part of a layer that enable_gradient_checkpointing recomputes. pointwise: "
         "norms and activation function; feed_forward: also the first matrix product of the "
-        "feed-forward block; full: the whole layer.",
+        "feed-forward block (of experts: both); full: the whole layer.",
         json_schema_extra=read_if(
             "enable_gradient_checkpointing=True: enable_gradient_checkpointing=False recomputes "
             "nothing"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
-"""Triton kernels: the experts of a layer in generation, which have no gradients.
+"""Triton kernels: the experts of a layer in generation, and their weighted sum in training.
+
+None of the kernels has a gradient.
 
 Grids depend on shapes only, so that a step can be captured. Sums are in fp32, in one order for a
 token whatever the other tokens are. fp64 is computed by torch's operators, and so are the products

@@ -149,7 +149,8 @@ def test_mo14_flops_are_verls_formula():
 def test_mo14_kept_activations_of_layers_with_experts():
     sizes = ModelSizes.of(DOTS)
     outside = 6 * 2048 + 3 * (32 + 4) * 128
-    sparse = outside + 8 * (4 * 2048 + 4 * 768) + 2 * 128 + 4 * 2 * 768
+    routing = 2 * 2048 + 2 * 128 + 14 * 8  # its input in fp32, scores, and what it chose
+    sparse = outside + 8 * (4 * 2048 + 4 * 768) + routing + 4 * 2 * 768
     dense = outside + 3 * 6144
     assert sizes.layer_numbers_per_token() == sparse
     # Of a chosen expert, its gate and up are kept. One layer at a time has the rest.
@@ -168,7 +169,7 @@ def test_mo14_kept_activations_of_layers_with_experts():
     assert divided == 3 * apart + dense + fullest - apart
     heads = 3 * (32 + 4) * 128
     pointwise = 4 * (3 * 2048 + heads) + 2 * 6144 + sparse
-    pointwise += 3 * (2048 + kept - outside)
+    pointwise += 3 * (2 * 2048 + kept - outside)
     assert sizes.kept_numbers_per_token("pointwise") == pointwise
     assert sizes.kept_numbers_per_token("feed_forward") == 4 * (3 * 2048 + heads) + sparse
 
