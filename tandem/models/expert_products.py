@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The products of tokens with the matrices of their experts, and their gradients.
 
-Tokens reach their experts by gathers whose gradients are gathers: there is no atomic addition, so
-results repeat on accelerators. Sizes depend on T, K and E only; the host does not wait for the
-device.
-
-For its backward pass, a layer keeps the normed inputs of tokens and the gate and up projections of
-their experts. Gathers and the activation are repeated then, and no product is. If experts are
-divided over processes, the rows that travel are kept, too.
+Gradients of gathers are gathers, without atomic addition, so that results repeat. Sizes depend on
+T, K and E only: the host does not wait for the device. For its backward pass, a layer keeps tokens
+and the gate and up projections of their experts, and rows that travel between processes. It repeats
+gathers and the activation, and no product.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token, N = T K assignments, F expert width.
 """
@@ -197,7 +194,7 @@ class _Up(torch.autograd.Function):
             del x_ND
         if ctx.needs_input_grad[0]:
             grad_ND = _multiply(grad_N2F, weight_E2FD.transpose(1, 2), stop_E=order.stop_E)
-            grad_TD = _add_rows(grad_ND, order, ctx.work)
+            grad_TD = _add_rows(grad_ND, order, work=ctx.work)
         return grad_TD, grad_E2FD, None
 
 
@@ -268,7 +265,7 @@ class _Out(torch.autograd.Function):
         return grad_N2F, grad_EDF, None
 
 
-def _add_rows(grad_ND: Tensor, order: ExpertOrder, work: _Work) -> Tensor:
+def _add_rows(grad_ND: Tensor, order: ExpertOrder, *, work: _Work) -> Tensor:
     """Return the sum of the gradients of each token's rows, (T, D)."""
     if work.num_chosen == 1:
         return grad_ND.index_select(0, order.place_N)
