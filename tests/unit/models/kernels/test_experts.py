@@ -120,6 +120,29 @@ def test_many_rows_are_left_to_torch(fused, device):
     torch.testing.assert_close(y_TD.double(), expected(inputs), rtol=2.0**-5, atol=2.0**-5)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-5)])
+def test_gradients_are_those_of_each_token(is_fused, dtype, bound, fused, device):
+    """One expert has no token: its gradient is 0. Bounds are relative to the largest gradient. In
+    bf16, gate and up, the activation, its product with the weight and the result are rounded.
+    """
+    inputs = make((24, 4, 2, 64, 32), device=device, dtype=dtype)
+    assert 3 not in inputs["expert_TK"]
+    names = [name for name in inputs if name != "expert_TK"]
+    ours = {name: inputs[name].clone().requires_grad_() for name in names}
+    exact = {name: inputs[name].double().requires_grad_() for name in names}
+    operators = fused if is_fused else TORCH
+    y_TD = operators.experts(**inputs | ours)
+    weight_TD = torch.linspace(-1, 1, y_TD.numel(), device=device).view_as(y_TD)
+    (y_TD * weight_TD).sum().backward()
+    (expected(inputs | exact) * weight_TD).sum().backward()
+    for name in names:
+        wanted, found = exact[name].grad, ours[name].grad
+        assert found.dtype == ours[name].dtype
+        assert (found.double() - wanted).abs().max() <= bound * wanted.abs().max(), name
+    assert not ours["gate_up_E2FD"].grad[3].any() and not ours["down_EDF"].grad[3].any()
+
+
 def test_with_gradients_they_are_torchs(fused, device):
     grads = []
     for operators in (fused, TORCH):
