@@ -10,9 +10,11 @@ Shapes: T tokens, D hidden, E experts, G groups of experts, K chosen for a token
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.config.derived.experts import ExpertConfig
@@ -36,8 +38,7 @@ def route(
     The weights are those of this router even if ``choose`` replaces its choice, so that it always
     has a gradient.
     """
-    wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TE = F.linear(h_TD.to(wide), router_ED.to(wide))
+    logits_TE = _WideProduct.apply(h_TD, router_ED)
     if config.scoring == "softmax_of_chosen":
         score_TE = logits_TE
     elif config.scoring == "softmax":
@@ -53,6 +54,27 @@ def route(
     if config.is_renormalized:
         weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + EPSILON)
     return expert_TK, weight_TK * config.scale if config.scale != 1.0 else weight_TK
+
+
+class _WideProduct(torch.autograd.Function):
+    """The logits in fp32. It keeps no tokens in fp32 for the gradient, and widens them again."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, router_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(h_TD, router_ED)
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        return F.linear(h_TD.to(wide), router_ED.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> Any:
+        h_TD, router_ED = ctx.saved_tensors
+        grad_TD = grad_ED = None
+        if ctx.needs_input_grad[0]:
+            grad_TD = (grad_TE @ router_ED.to(grad_TE.dtype)).to(h_TD.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_ED = (grad_TE.T @ h_TD.to(grad_TE.dtype)).to(router_ED.dtype)
+        return grad_TD, grad_ED
 
 
 def _choose(score_TE: Tensor, config: ExpertConfig, *, correction_E: Tensor | None) -> Tensor:

@@ -250,12 +250,12 @@ class ModelSizes:
 
     @property
     def _numbers_beside_experts(self) -> int:
-        """The input of the router in fp32, its scores, places and weights of the chosen experts,
-        and the numbers of the shared expert.
+        """The router's scores, places and weights of the chosen experts, and the numbers of the
+        shared expert.
         """
         experts = self.experts
         assert experts is not None, "the model has no experts"
-        routing = 2 * self.hidden + 2 * experts.num_experts + 14 * experts.num_chosen
+        routing = 2 * experts.num_experts + 14 * experts.num_chosen
         return routing + 4 * experts.shared_inner
 
     def kept_numbers_per_token(

@@ -149,7 +149,7 @@ def test_mo14_flops_are_verls_formula():
 def test_mo14_kept_activations_of_layers_with_experts():
     sizes = ModelSizes.of(DOTS)
     outside = 6 * 2048 + 3 * (32 + 4) * 128
-    routing = 2 * 2048 + 2 * 128 + 14 * 8  # its input in fp32, scores, and what it chose
+    routing = 2 * 128 + 14 * 8  # scores, and what was chosen
     sparse = outside + 8 * (4 * 2048 + 4 * 768) + routing + 4 * 2 * 768
     dense = outside + 3 * 6144
     assert sizes.layer_numbers_per_token() == sparse
