@@ -10,7 +10,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from types import ModuleType
@@ -77,82 +78,83 @@ def batches(prompts: list[list[int]], size: int, *, repeats: int) -> list[list[l
     return [prompts[i : i + size] for i in starts]
 
 
-def measure(
-    options: argparse.Namespace, tasks: list[Task], *, generate: Generate
-) -> Iterator[Task]:
-    """Yield the rows of the table, one for each workload."""
-    warmup = options.warmup
-    for index, (place, task) in enumerate(zip(places(options), tasks, strict=True)):
-        seconds, counts = [], []
-        repeats = warmup + options.repeats
-        for batch in batches(read_prompts(place), task["prompts"], repeats=repeats):
-            begin = time.perf_counter()
-            lengths = generate(batch, task)
-            seconds.append(time.perf_counter() - begin)
-            counts.append(sum(lengths))
-            print(f"{counts[-1]} tokens, {seconds[-1]:.2f} s", flush=True)
-        pairs = zip(counts, seconds, strict=True)
-        rates = [count / second for count, second in pairs][warmup:]
-        median_s = statistics.median(seconds[warmup:])
-        row = {
-            "model": options.model,
-            "workload": options.workload[index],
-            "settings": task,
-            "tokens_per_s": statistics.median(rates),
-            "all_tokens_per_s": rates,
-            "seconds": median_s,
-            "all_seconds": seconds,
-            "tokens": statistics.median(counts[warmup:]),
-            "seconds_per_position": median_s / task["response"],
-        }
-        print(f"{row['model']} {row['workload']}: {row['tokens_per_s']:,.0f} tokens/s", flush=True)
-        yield row
+@dataclass(frozen=True)
+class Peer:
+    """A running engine.
 
-
-def report(
-    rows: list[Task],
-    *,
-    system: str,
-    modules: Sequence[ModuleType],
-    settings: dict[str, Any],
-    ready_s: float,
-) -> dict[str, Any]:
-    """Return the JSON object.
-
-    Args:
-        rows: the rows of ``measure``.
-        system: the name of the peer.
-        modules: those whose versions are reported.
-        settings: the arguments of its engine.
-        ready_s: the seconds that its engine took to start.
+    Attributes:
+        modules: its module first, and others whose versions are reported.
+        settings: the arguments of the engine.
+        ready_s: the seconds that it took to start.
+        generate: generates the samples of prompts.
+        sampling: returns its settings of sampling for a workload.
     """
+
+    modules: Sequence[ModuleType]
+    settings: dict[str, Any]
+    ready_s: float
+    generate: Generate
+    sampling: Callable[[Task], dict[str, Any]]
+
+
+def run(options: argparse.Namespace, tasks: list[Task], *, peer: Peer) -> None:
+    """Measure all workloads, and print the report as JSON and in a line for each.
+
+    The file is written after each workload, as an engine may not survive the next one.
+    """
+    rows: list[Task] = []
+    found: dict[str, Any] = {}
+    for place, name, task in zip(places(options), options.workload, tasks, strict=True):
+        row = {"model": options.model, "workload": name, "settings": task}
+        rows.append({**row, **measure(options, place, task=task, peer=peer)})
+        print(f"{options.model} {name}: {rows[-1]['tokens_per_s']:,.0f} tokens/s", flush=True)
+        found = report(rows, peer)
+        if options.output is not None:
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    for row in rows:
+        print(
+            f"{row['model']} {row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, "
+            f"{row['seconds']:.2f} s, ready after {peer.ready_s:.0f} s"
+        )
+
+
+def measure(options: argparse.Namespace, place: Path, *, task: Task, peer: Peer) -> dict[str, Any]:
+    """Return what one workload took."""
+    warmup, seconds, counts = options.warmup, [], []
+    repeats = warmup + options.repeats
+    for batch in batches(read_prompts(place), task["prompts"], repeats=repeats):
+        begin = time.perf_counter()
+        lengths = peer.generate(batch, task)
+        seconds.append(time.perf_counter() - begin)
+        counts.append(sum(lengths))
+        print(f"{counts[-1]} tokens, {seconds[-1]:.2f} s", flush=True)
+    rates = [count / second for count, second in zip(counts, seconds, strict=True)][warmup:]
+    median_s = statistics.median(seconds[warmup:])
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "all_tokens_per_s": rates,
+        "seconds": median_s,
+        "all_seconds": seconds,
+        "tokens": statistics.median(counts[warmup:]),
+        "seconds_per_position": median_s / task["response"],
+        "sampling_settings": peer.sampling(task),
+    }
+
+
+def report(rows: list[Task], peer: Peer) -> dict[str, Any]:
+    """Return the JSON object."""
     on_gpu = torch.cuda.is_available()
     free, total = torch.cuda.mem_get_info() if on_gpu else (0, 0)
     return {
         "benchmark": "decode",
-        "system": system,
+        "system": peer.modules[0].__name__,
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "versions": {module.__name__: module.__version__ for module in modules},
+        "versions": {module.__name__: module.__version__ for module in peer.modules},
         "command": "python " + " ".join(sys.argv),
-        "engine_settings": settings,
-        "ready_s": ready_s,
+        "engine_settings": peer.settings,
+        "ready_s": peer.ready_s,
         "device_gib": (total - free) / 2**30,
         "rows": rows,
     }
-
-
-def keep(found: dict[str, Any], output: Path | None) -> None:
-    """Keep a report in a file, after each workload: an engine may not survive the next one."""
-    if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print a report as JSON, and a line for each row."""
-    print(json.dumps(found, indent=1))
-    for row in found["rows"]:
-        print(
-            f"{row['model']} {row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, "
-            f"{row['seconds']:.2f} s, ready after {found['ready_s']:.0f} s"
-        )

@@ -21,16 +21,14 @@ import sglang
 import torch
 import transformers
 from generating import (
+    Peer,
     Task,
-    keep,
     longest,
     make_parser,
-    measure,
     model_folder,
     most_sequences,
     read_tasks,
-    report,
-    show,
+    run,
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -69,7 +67,9 @@ def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str,
     else:
         chosen |= {"device": "cpu", "attention_backend": "torch_native"}
     for setting in options.settings:
-        name, _, text = setting.partition("=")
+        name, equals, text = setting.partition("=")
+        if not equals:
+            sys.exit(f"{setting}: not NAME=VALUE. Give an argument of sglang.Engine and its value.")
         try:
             chosen[name] = json.loads(text)
         except ValueError:
@@ -111,18 +111,8 @@ def main() -> None:
         )
         return [len(result["output_ids"]) for result in results]
 
-    rows, found = [], {}
-    for row, task in zip(measure(options, tasks, generate=generate), tasks, strict=True):
-        rows.append({**row, "sampling_settings": sampling_settings(task)})
-        found = report(
-            rows,
-            system="sglang",
-            modules=(sglang, torch, transformers),
-            settings=chosen,
-            ready_s=ready_s,
-        )
-        keep(found, options.output)
-    show(found)
+    peer = Peer((sglang, torch, transformers), chosen, ready_s, generate, sampling_settings)
+    run(options, tasks, peer=peer)
     engine.shutdown()
 
 

@@ -12,22 +12,21 @@ The JSON object has the form of ``decode.py``'s. Text is not made of the tokens,
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 from generating import (
+    Peer,
     Task,
-    keep,
     longest,
     make_parser,
-    measure,
     model_folder,
     most_sequences,
     read_tasks,
-    report,
-    show,
+    run,
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -95,12 +94,8 @@ def main() -> None:
         results = engine.generate(asked, sampled, use_tqdm=False)
         return [len(out.token_ids) for result in results for out in result.outputs]
 
-    rows, found = [], {}
-    for row, task in zip(measure(options, tasks, generate=generate), tasks, strict=True):
-        rows.append({**row, "sampling_settings": sampling_settings(options, task)})
-        found = report(rows, system="vllm", modules=(vllm, torch), settings=chosen, ready_s=ready_s)
-        keep(found, options.output)
-    show(found)
+    peer = Peer((vllm, torch), chosen, ready_s, generate, partial(sampling_settings, options))
+    run(options, tasks, peer=peer)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def _add(y_TN: Tensor, h_TR: Tensor, *, lora_b_Mr: Tensor, addition: Addition) -
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """Arguments of ``_Sum`` without gradients there, so that autograd need not know them."""
+    """The arguments of ``_Sum`` that get no gradient from it. Autograd need not know them."""
 
     weight_ND: Tensor
     bias_N: Tensor | None
@@ -212,11 +212,11 @@ class _Fixed:
 
 
 class _Inner(torch.autograd.Function):
-    """h = scale A x, which is all that a recomputation of an adapted map repeats.
+    """The inner products h = scale A x. Of an adapted map, a recomputation repeats only these.
 
-    ``torch.utils.checkpoint`` ends a recomputation with the last tensor that a function saves, and
-    a function saves when its forward pass is over. ``_Sum`` saves nothing, so that its product with
-    W is not repeated. dA = scale dh^T x; ``_Sum`` has the gradient of x.
+    ``torch.utils.checkpoint`` stops a recomputation at the last tensor that any function saves. A
+    function saves its tensors after its forward pass. ``_Sum`` saves none, and therefore its
+    product with W is not repeated. dA = scale dh^T x; ``_Sum`` returns the whole gradient of x.
     """
 
     @staticmethod

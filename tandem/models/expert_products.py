@@ -56,19 +56,22 @@ def run_experts(
     down_EDF: Tensor,
     gate: Gate,
     is_part: bool = False,
+    add: Combine | None = None,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (T, D).
 
     Args:
         is_part: whether there may be experts of other processes; see ``operators.Operators``. There
             are no gradients then.
+        add: a faster ``combine``, which needs no gradient.
     """
+    num_experts, num_chosen = len(gate_up_E2FD), expert_TK.shape[1]
+    order = order_by_expert(expert_TK.flatten(), num_experts + is_part)
     if not is_part:
-        matrices = Matrices(gate_up_E2FD, down_EDF, gate)
-        return train_experts(h_TD, expert_TK, weight_TK=weight_TK, matrices=matrices)
-    num_experts = len(gate_up_E2FD)
-    order = order_by_expert(expert_TK.flatten(), num_experts + 1)
-    x_ND, stop_E = spread(h_TD, order, num_chosen=expert_TK.shape[1]), order.stop_E[:num_experts]
+        way = (order, _Work(num_chosen, gate, add or combine))
+        gate_up_N2F = _Up.apply(h_TD, gate_up_E2FD, way)
+        return _Down.apply(gate_up_N2F, down_EDF, weight_TK, way)
+    x_ND, stop_E = spread(h_TD, order, num_chosen=num_chosen), order.stop_E[:num_experts]
     z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=stop_E, gate=gate)
     # On accelerators, rows behind the last stop are not written.
     is_behind_N = torch.arange(len(z_ND), device=z_ND.device) >= stop_E[-1]
@@ -83,25 +86,6 @@ class Matrices:
     gate_up_E2FD: Tensor
     down_EDF: Tensor
     gate: Gate
-
-
-def train_experts(
-    h_TD: Tensor,
-    expert_TK: Tensor,
-    *,
-    weight_TK: Tensor,
-    matrices: Matrices,
-    add: Combine | None = None,
-) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts, (T, D), with gradients.
-
-    Args:
-        add: a faster ``combine``, which needs no gradient.
-    """
-    order = order_by_expert(expert_TK.flatten(), len(matrices.down_EDF))
-    way = (order, _Work(expert_TK.shape[1], matrices.gate, add or combine))
-    gate_up_N2F = _Up.apply(h_TD, matrices.gate_up_E2FD, way)
-    return _Down.apply(gate_up_N2F, matrices.down_EDF, weight_TK, way)
 
 
 def order_by_expert(expert_N: Tensor, num_experts: int) -> ExpertOrder:
@@ -169,8 +153,8 @@ class _Work:
 
 
 _Way = tuple[ExpertOrder, _Work]
-"""The way of tokens to their experts, and the work there. The order is saved like other tensors: a
-layer that is recomputed has another one."""
+"""The order of a pass, and the work on it. The order is saved for the backward pass like any other
+tensor, because the router of a recomputed layer may choose other experts."""
 
 
 class _Up(torch.autograd.Function):
@@ -199,7 +183,7 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """The weighted sum of what the experts make of gate and up, (T, D). It keeps gate and up.
+    """The weighted sum of the outputs of experts from gate and up, (T, D). It keeps gate and up.
 
     With a = gate(gate_up), z = W a and y = sum w z, and a gradient g of y at each assignment:
     dw = a . (W^T g), da = w W^T g and dW = g (w a)^T. So z is not needed.
@@ -221,7 +205,7 @@ class _Down(torch.autograd.Function):
         order, dtype = ExpertOrder(*saved), gate_up_N2F.dtype
         needs_gate_up, needs_matrix, needs_weight = ctx.needs_input_grad[:3]
         grad_N2F = grad_EDF = grad_TK = None
-        # The backward pass of a function records no graph, though ``a_NF`` is of one.
+        # ``a_NF`` requires a gradient, but a backward pass records no graph.
         leaf_N2F, a_NF = _activate_again(gate_up_N2F, ctx.work)
         weight_N1 = weight_TK.flatten()[order.source_N, None]
         grad_ND = grad_TD.index_select(0, order.source_N // ctx.work.num_chosen)

@@ -33,11 +33,13 @@ LEAST_TOKENS = 8192
 SHARE = 0.92
 """The share of the device's memory that a choice may plan on one device.
 
-With the native engine, peaks of tensors were 6 to 37 % below their plans (docs/memory.md). The rest
-is for what the allocator keeps in pieces that are too small, and for communication.
+With the native engine, peaks of tensors were 6 to 26 % below their plans
+(``benchmarks/planned_memory.py``). The rest is for pieces of memory that are too small to be used
+again, and for communication.
 """
 SHARE_OF_SEVERAL = 0.85
-"""Likewise on several devices, where a run that needs more ends. On one, micro-batches shrink."""
+"""Likewise on several devices. There a run ends when memory runs out; on one device, micro-batches
+shrink."""
 OFFLOAD_COSTS = {"param_offload": 13e3, "optimizer_offload": 27e3}
 """The key -> the tokens whose update takes as long as its copies.
 

@@ -19,14 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.models.expert_products import (
-    ExpertOrder,
-    Matrices,
-    compute,
-    run_experts,
-    spread,
-    train_experts,
-)
+from tandem.models.expert_products import ExpertOrder, compute, run_experts, spread
 from tandem.models.kernels.gate import gate
 
 _LARGEST_BLOCK = 64
@@ -46,9 +39,6 @@ def experts(
     is_part: bool = False,
 ) -> Tensor:
     """See ``operators.Operators.experts``."""
-    if not (torch.is_inference_mode_enabled() or is_part or h_TD.dtype == torch.float64):
-        matrices = Matrices(gate_up_E2FD, down_EDF, gate)
-        return train_experts(h_TD, expert_TK, weight_TK=weight_TK, matrices=matrices, add=combine)
     if not torch.is_inference_mode_enabled() or h_TD.dtype == torch.float64:
         return run_experts(
             h_TD,
@@ -58,6 +48,7 @@ def experts(
             down_EDF=down_EDF,
             gate=gate,
             is_part=is_part,
+            add=None if h_TD.dtype == torch.float64 else combine,
         )
     num_chosen = expert_TK.shape[1]
     order = order_by_expert(expert_TK.flatten(), len(gate_up_E2FD), is_part=is_part)

@@ -149,8 +149,7 @@ class PagedRolloutEngine:
         self._weights_version = 0
         self._is_outdated = False
         self._finished: list[Completion] = []
-        self.num_prefilled_tokens = 0
-        self.num_decoded_tokens = 0
+        self.num_prefilled_tokens = self.num_decoded_tokens = 0
 
     @property
     def num_preempted(self) -> int:

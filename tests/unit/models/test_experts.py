@@ -331,17 +331,7 @@ def test_a_layer_keeps_tokens_and_what_experts_make_of_them_before_the_activatio
     h_TD = torch.randn(num_tokens, hidden, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y_TD = layer(h_TD, TORCH)
-    sizes = ModelSizes(
-        num_layers=1,
-        hidden=hidden,
-        inner=0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-        vocabulary=0,
-        tied=True,
-        experts=config,
-    )
+    sizes = ModelSizes(1, hidden, 0, 0, 0, 0, 0, tied=True, experts=config)
     numbers = sum(kept.values()) / num_tokens / 2
     # The plan counts in half precision; the norm is outside.
     planned = hidden + sizes._kept_by_experts(1)
