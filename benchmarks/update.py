@@ -3,20 +3,22 @@
 
     python benchmarks/update.py [--model qwen2.5-1.5b ...] [--workload S A] [--budget 16384 ...]
     [--recompute nothing pointwise feed_forward full] [--moments auto bfloat16] [--offload-weights]
-    [--repeats 5] [--output FILE]
+    [--layers N] [--repeats 5] [--output FILE]
 
 Weights are fp32, and so is the optimizer unless ``--moments`` says otherwise; computation is bf16;
 micro-batches are cut by ``--budget`` packed tokens. Every combination of what the options list is a
 row. ``--offload-weights`` lets the fp32 weights rest in the host's memory between steps. MFU counts
 the floating-point operations of the same sequences one by one, without sharing prompts and without
 recomputation, against 989 TFLOP/s. Routers of experts are balanced (``shapes.plant_balance``).
+``--layers`` measures the first layers of a model whose training does not fit one device.
 """
 
 import argparse
+import gc
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -28,6 +30,7 @@ from shapes import (
     PEAK_FLOPS,
     SHAPES,
     WORKLOADS,
+    Shape,
     Workload,
     plant_balance,
     random_decoder,
@@ -71,16 +74,16 @@ class How:
     offload_weights: bool
 
 
-def make_engine(name: str, how: How) -> SingleDeviceEngine:
+def make_engine(shape: Shape, how: How) -> SingleDeviceEngine:
     """A trainer of random weights."""
     platform = select_platform("auto")
     decoder = random_decoder(
-        SHAPES[name],
+        shape,
         device=platform.device_type,
         dtype=torch.float32,
         operators=operators_for(platform),
     )
-    if SHAPES[name].experts:
+    if shape.experts:
         plant_balance(decoder)
     stored = NativeModel(decoder, hf_config={}, source=Path())
     model = stored.in_dtype(torch.bfloat16)
@@ -105,10 +108,10 @@ def grpo_loss(workload: Workload) -> PolicyLoss:
     )
 
 
-def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, Any]:
+def run(shape: Shape, workload_name: str, *, how: How, repeats: int) -> dict[str, Any]:
     """Measure one row of the table."""
-    shape, workload = SHAPES[name], WORKLOADS[workload_name]
-    engine, loss = make_engine(name, how), grpo_loss(workload)
+    workload = WORKLOADS[workload_name]
+    engine, loss = make_engine(shape, how), grpo_loss(workload)
     sequences = sequences_of(workload)
     num_loss_tokens = sum(len(sequence.response_ids) for sequence in sequences)
     generator = torch.Generator().manual_seed(0)
@@ -141,8 +144,8 @@ def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, A
     matmul, bandwidth = matmul_rate(), copy_rate()
     floor_s = update_floor_s(shape, workload, flops=matmul, bandwidth=bandwidth)
     return {
-        "model": name,
         "workload": workload_name,
+        "layers": shape.layers,
         **asdict(how),
         "update_s": seconds,
         "pack_s": statistics.median(pack_s),
@@ -167,6 +170,7 @@ def main() -> None:
     parser.add_argument("--recompute", nargs="+", default=["nothing"], choices=RECOMPUTE)
     parser.add_argument("--moments", nargs="+", default=["auto"], choices=["auto", "bfloat16"])
     parser.add_argument("--offload-weights", action="store_true")
+    parser.add_argument("--layers", type=int, help="so many of the first layers only")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -180,7 +184,9 @@ def main() -> None:
     )
     for model, workload, budget, recompute, moments in choices:
         how = How(budget, recompute, moments, arguments.offload_weights)
-        row = run(model, workload, how=how, repeats=arguments.repeats)
+        shape = SHAPES[model]
+        shape = replace(shape, layers=arguments.layers or shape.layers)
+        row = {"model": model, **run(shape, workload, how=how, repeats=arguments.repeats)}
         rows.append(row)
         print(
             f"{model} {workload} budget {budget} recompute {recompute} moments {moments}: "
@@ -189,6 +195,7 @@ def main() -> None:
             f"{row['peak_gib']:.1f} GiB",
             flush=True,
         )
+        gc.collect()  # else the next row's memory has this row's engine
         torch.accelerator.empty_cache()
     report = {"benchmark": "update", **describe(), "rows": rows}
     tell(report, arguments.output)

@@ -2,14 +2,15 @@
 """How long the weights of a sharded trainer take to the rollouts.
 
     python benchmarks/weight_sync.py [--model qwen2.5-0.5b qwen2.5-7b] [--trainers 2]
-    [--receivers 2] [--split] [--beside] [--output FILE]
+    [--receivers 2] [--split] [--beside] [--lora-rank 32] [--output FILE]
 
 One process a device. Each of the trainers holds the rows of every tensor that FSDP2 gives it, in
-fp32; each of the receivers needs the whole model in bf16. They share devices, or with ``--split``
-have their own. Beside our transport two baselines are timed, one tensor at a time and nothing
-overlapped: gather a tensor over the trainers, then broadcast it from the first of them to those
-that need it (where devices are shared the gathering alone brings it there); and NCCL's broadcast of
-large buffers is measured, which nothing that sends a model once can beat.
+fp32; each of the receivers needs the whole model in bf16, or with ``--lora-rank`` adapters of all
+linear maps alone. They share devices, or with ``--split`` have their own. Beside our transport two
+baselines are timed, one tensor at a time and nothing overlapped: gather a tensor over the trainers,
+then broadcast it from the first of them to those that need it (where devices are shared the
+gathering alone brings it there); and NCCL's broadcast of large buffers is measured, which nothing
+that sends a model once can beat.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -27,14 +28,16 @@ from typing import Any
 import torch
 from measure import describe
 from processes import children_end
-from shapes import SHAPES
+from shapes import SHAPES, adapters_of
 from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 from tandem.comm.store import connect_store, host_store
 from tandem.config.derived.pools import RankLayout
 from tandem.engines.shards import regions_of_rank
-from tandem.models.parallel import slices_of_rows, tensor_regions
+from tandem.models.adapters import adapter_tensors, with_adapters
+from tandem.models.decoder import DecoderConfig
+from tandem.models.parallel import Regions, slices_of_rows, tensor_regions
 from tandem.platforms.record import CUDA
 from tandem.types import HeldSlice
 from tandem.weight_sync.handshake import LinkPlace, LinkSettings, LinkTensors
@@ -57,6 +60,7 @@ class Job:
     repeats: int
     send_mb: int
     receive_mb: int
+    lora_rank: int
     port: int
     result: Path
 
@@ -98,6 +102,7 @@ def main() -> None:
             options.repeats,
             options.send_mb,
             options.receive_mb,
+            options.lora_rank,
             store.place.port,
             Path(folder) / "rows.json",
         )
@@ -111,6 +116,7 @@ def main() -> None:
             f"{row['extra_mib']:.0f} MiB besides the weights"
         )
     result = {**describe(), "trainers": job.trainers, "receivers": job.receivers}
+    result |= {"lora_rank": job.lora_rank}
     result |= {"placement": "split" if job.split else "colocated", "rows": rows}
     print(json.dumps(result, indent=1))
     if options.output is not None:
@@ -156,14 +162,13 @@ def _measure(rank: int, job: Job) -> None:
 
 
 def _member(model: str, job: Job, *, rank: int, device: torch.device) -> Member:
-    config = SHAPES[model].decoder_config()
+    config = _config(model, job)
     shards, sends, whole, receives = {}, [], {}, []
-    whole_regions = tensor_regions(config, rank=0, size=1, dtype=torch.bfloat16)
+    whole_regions = _sent(tensor_regions(config, rank=0, size=1, dtype=torch.bfloat16), config)
     if rank < job.trainers:
         layout = RankLayout(job.trainers, 1, 1, num_shards=job.trainers)
-        for name, regions in regions_of_rank(
-            config, layout, rank=rank, dtype=torch.float32
-        ).items():
+        held = regions_of_rank(config, layout, rank=rank, dtype=torch.float32)
+        for name, regions in _sent(held, config).items():
             rows = sum(region.size[0] for region in regions)
             shards[name] = torch.randn(rows, *regions[0].size[1:], device=device)
             sends += slices_of_rows(regions, shards[name])
@@ -173,6 +178,17 @@ def _member(model: str, job: Job, *, rank: int, device: torch.device) -> Member:
             receives += slices_of_rows(regions, whole[name])
     num_bytes = sum(2 * prod(regions[0].shape) for regions in whole_regions.values())
     return Member(model, num_bytes, rank, device, shards, sends, whole, receives)
+
+
+def _config(model: str, job: Job) -> DecoderConfig:
+    config = SHAPES[model].decoder_config()
+    return with_adapters(config, adapters_of(job.lora_rank)) if job.lora_rank else config
+
+
+def _sent(regions: Mapping[str, Regions], config: DecoderConfig) -> Mapping[str, Regions]:
+    """Return the regions of adapters, or all if there are none."""
+    names = {tensor.parameter for tensor in adapter_tensors(config)} or regions.keys()
+    return {name: found for name, found in regions.items() if name in names}
 
 
 def _ours(member: Member, job: Job, *, store: Any) -> dict[str, float]:
@@ -311,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--send-mb", type=int, default=512)
     parser.add_argument("--receive-mb", type=int, default=128)
+    parser.add_argument("--lora-rank", type=int, default=0, help="send adapters of all linear maps")
     parser.add_argument("--output", type=Path)
     return parser
 

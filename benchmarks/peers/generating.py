@@ -36,7 +36,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--logprobs", action="store_true", help="of the sampled tokens")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("settings", nargs="*", help="further arguments of the engine: NAME=VALUE")
     return parser
+
+
+def further_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the further arguments of the engine. Values that are not JSON are text."""
+    chosen: dict[str, Any] = {}
+    for setting in options.settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            sys.exit(f"{setting}: not NAME=VALUE. Give an argument of the engine and its value.")
+        try:
+            chosen[name] = json.loads(text)
+        except ValueError:
+            chosen[name] = text
+    return chosen
 
 
 def places(options: argparse.Namespace) -> list[Path]:

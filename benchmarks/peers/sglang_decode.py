@@ -11,7 +11,6 @@ arguments, ``name=value``, are arguments of ``sglang.Engine``.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import transformers
 from generating import (
     Peer,
     Task,
+    further_settings,
     longest,
     make_parser,
     model_folder,
@@ -36,12 +36,6 @@ from processes import children_end  # noqa: E402 - of the folder above
 
 FREE_POSITIONS = 8
 """SGLang ends a sequence before the last positions of its context."""
-
-
-def parse() -> argparse.Namespace:
-    parser = make_parser()
-    parser.add_argument("settings", nargs="*", help="further arguments of sglang.Engine")
-    return parser.parse_intermixed_args()
 
 
 def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str, Any]:
@@ -66,15 +60,7 @@ def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str,
         }
     else:
         chosen |= {"device": "cpu", "attention_backend": "torch_native"}
-    for setting in options.settings:
-        name, equals, text = setting.partition("=")
-        if not equals:
-            sys.exit(f"{setting}: not NAME=VALUE. Give an argument of sglang.Engine and its value.")
-        try:
-            chosen[name] = json.loads(text)
-        except ValueError:
-            chosen[name] = text
-    return chosen
+    return chosen | further_settings(options)
 
 
 def sampling_settings(task: Task) -> dict[str, Any]:
@@ -93,7 +79,7 @@ def sampling_settings(task: Task) -> dict[str, Any]:
 @children_end()
 def main() -> None:
     """See the module docstring."""
-    options = parse()
+    options = make_parser().parse_intermixed_args()
     tasks = read_tasks(options)
     chosen = engine_settings(options, tasks)
     begin = time.perf_counter()

@@ -8,6 +8,10 @@
 The JSON object has the form of ``grpo_step.py``'s. Sections are TRL's own profiling contexts. TRL
 makes one optimizer step of a batch, as there; a micro-batch is as many sequences of the greatest
 length (it pads) as ``--budget`` tokens hold, unless ``--micro-batch`` says.
+
+Prompts with pictures are TRL's conversations. vLLM is then given one token for each picture, which
+it replaces by the picture's own: TRL 1.16 would hand it those, and vLLM would see all but one of
+them twice (TRL's issue 6294).
 """
 
 import argparse
@@ -18,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,7 @@ import torch
 import transformers
 import trl
 from reporting import describe, tell_step
+from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import ProfilingContext
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -35,6 +42,15 @@ from processes import children_end  # noqa: E402 - of the folder above
 ON_GPU = torch.cuda.is_available()
 DIFFERENCE = "sampling/sampling_logp_difference/"
 PACKAGES = ("trl", "transformers", "torch", "vllm", "accelerate")
+TOKEN_SIDE = 28
+"""The side of a token of Qwen2.5-VL in pixels."""
+PICTURE_ID = 259
+"""Of a picture's tokens, as in ``shapes.py``."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
 
 
 class Clock(transformers.TrainerCallback):
@@ -107,9 +123,12 @@ def settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any
     size = micro_batch(options, task)
     accumulated = task["prompts"] * task["samples"] // size
     fixed_length = task["mean_response"] is None
-    forced = {"ignore_eos": True} if fixed_length else None
+    forced: dict[str, Any] = {"ignore_eos": True} if fixed_length else {}
     if options.no_vllm:
-        forced = {"min_new_tokens": task["response"]} if fixed_length else None
+        forced = {"min_new_tokens": task["response"]} if fixed_length else {}
+    elif task["picture"]:
+        # A picture's token in a response would have no picture; without vLLM, TRL sees to it.
+        forced["logit_bias"] = {PICTURE_ID: -100.0}
     chosen = {
         "use_cpu": not ON_GPU,
         "bf16": ON_GPU,
@@ -119,7 +138,7 @@ def settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any
         "num_iterations": 1,
         "num_generations": task["samples"],
         "max_completion_length": task["response"],
-        "generation_kwargs": forced,
+        "generation_kwargs": forced or None,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -157,36 +176,98 @@ def train(options: argparse.Namespace, chosen: dict[str, Any], *, task: dict[str
     """The whole run."""
     place = options.folder / f"{options.model}-{options.workload}"
     score = runpy.run_path(str(place / "reward.py"))["compute_score"]
-    # AutoTokenizer would take the words of any qwen2 folder for Qwen's own byte pairs.
-    model = str(options.folder / task["model"])
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(model)
-    lines = (place / "prompts.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"][0]["content"] for line in lines]
-    lengths = {len(ids) for ids in tokenizer(prompts)["input_ids"]}
-    if lengths != {task["prompt"]}:
-        sys.exit(f"prompts have {sorted(lengths)} tokens, not {task['prompt']}")
 
-    def reward(completions: list[str], **_: object) -> list[float]:
-        return [score("random", completion, "", {}) for completion in completions]
+    def reward(completions: list[Any], **_: object) -> list[float]:
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        return [score("random", text, "", {}) for text in texts]
 
     clock = Clock()
     # TRL hands these seconds to trackers on the network only.
     ProfilingContext._log_metrics = lambda context, seconds: clock.add(context.name, seconds)
     with tempfile.TemporaryDirectory() as output:
-        # By a file: datasets cannot pickle every release of pyarrow's types, as from_dict does.
-        rows = Path(output) / "rows.jsonl"
-        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        model, processing = load(options.folder / task["model"], Path(output), task=task)
+        rows = dataset(place, Path(output))
+        lengths = {num_tokens(row, processing) for row in rows}
+        if lengths != {task["prompt"]}:
+            sys.exit(f"prompts have {sorted(lengths)} tokens, not {task['prompt']}")
         trainer = trl.GRPOTrainer(
-            model=model,
-            processing_class=tokenizer,
+            model=str(model),
+            processing_class=processing,
             reward_funcs=reward,
             args=trl.GRPOConfig(output_dir=output, **chosen),
-            train_dataset=datasets.Dataset.from_json(str(rows), cache_dir=output),
+            train_dataset=rows,
             callbacks=[clock],
             peft_config=adapters(options),
         )
+        if task["picture"] and not options.no_vllm:
+            engine = trainer.vllm_generation
+            engine.generate = with_one_token_a_picture(engine.generate)
         trainer.train()
     return clock
+
+
+def load(model: Path, folder: Path, *, task: dict[str, Any]) -> tuple[Path, Any]:
+    """Return the model's folder and its tokenizer, or its processor if prompts have pictures.
+
+    The processor lies in a folder of its own beside links to the weights. vLLM wants a token of
+    videos, and holds memory for the largest picture that the processor lets pass.
+    """
+    # AutoTokenizer would take the words of any qwen2 folder for Qwen's own byte pairs.
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(model)
+    if not task["picture"]:
+        return model, tokenizer
+    tokenizer.add_tokens(["<|video_pad|>"], special_tokens=True)
+    tokenizer.padding_side = "left"
+    processor = transformers.Qwen2_5_VLProcessor.from_pretrained(model, tokenizer=tokenizer)
+    processor.chat_template = tokenizer.chat_template = CHAT_TEMPLATE
+    width, height = (TOKEN_SIDE * round(side / TOKEN_SIDE) for side in task["picture"])
+    processor.image_processor.size["longest_edge"] = width * height
+    made = folder / "model"
+    made.mkdir()
+    for path in model.resolve().iterdir():
+        if path.name.startswith(("config", "generation_config", "model")):
+            (made / path.name).symlink_to(path)
+    processor.save_pretrained(made)
+    return made, processor
+
+
+def dataset(place: Path, folder: Path) -> datasets.Dataset:
+    """Return the prompts as TRL takes them: texts, or conversations with a picture each."""
+    rows = []
+    for line in (place / "prompts.jsonl").read_text().splitlines():
+        read = json.loads(line)
+        text = read["prompt"][0]["content"]
+        row = {"prompt": text}
+        if "images" in read:
+            message = {"role": "user", "content": text.removeprefix("<image>")}
+            row = {"prompt": [message], "image": read["images"][0]["path"]}
+        rows.append(json.dumps(row) + "\n")
+    # By a file: datasets cannot pickle every release of pyarrow's types, as from_dict does.
+    path = folder / "rows.jsonl"
+    path.write_text("".join(rows))
+    made = datasets.Dataset.from_json(str(path), cache_dir=str(folder))
+    return made.cast_column("image", datasets.Image()) if "image" in made.features else made
+
+
+def num_tokens(row: dict[str, Any], processing: Any) -> int:
+    """Return how many tokens a prompt has, those of its picture too."""
+    if "image" not in row:
+        return len(processing(row["prompt"])["input_ids"])
+    prompt = prepare_multimodal_messages(row["prompt"], images=[row["image"]])
+    return len(processing.apply_chat_template([prompt], tokenize=True)[0])
+
+
+def with_one_token_a_picture(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return TRL's call of vLLM for prompts of which each run of a picture's tokens becomes one."""
+
+    def shortened(prompts: list[list[int]], **others: Any) -> Any:
+        return generate(prompts=[list(merged(ids)) for ids in prompts], **others)
+
+    def merged(ids: list[int]) -> Iterator[int]:
+        for token, run in groupby(ids):
+            yield from [token] if token == PICTURE_ID else run
+
+    return shortened
 
 
 def adapters(options: argparse.Namespace) -> Any:

@@ -21,6 +21,7 @@ import vllm
 from generating import (
     Peer,
     Task,
+    further_settings,
     longest,
     make_parser,
     model_folder,
@@ -40,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser = make_parser()
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def engine_settings(options: argparse.Namespace, tasks: list[Task]) -> dict[str,
     }
     if sequences > GRAPH_SEQUENCES:
         chosen["compilation_config"] = {"max_cudagraph_capture_size": sequences}
-    return chosen
+    return chosen | further_settings(options)
 
 
 def sampling_settings(options: argparse.Namespace, task: Task) -> dict[str, Any]:

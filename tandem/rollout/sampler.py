@@ -45,14 +45,17 @@ class Draw:
 
 
 class DrawRows(Protocol):
-    """A function that draws one token per row, each by its own rule; ``draw_rows`` is one."""
+    """A function that draws one token per row, each by its own rule; ``draw_rows`` is one.
+
+    It may keep what it prepares for ``rules`` until it gets another tuple.
+    """
 
     def __call__(
         self,
         logits_BV: Tensor,
         uniform_B: Tensor,
         *,
-        rules: Sequence[DrawRule],
+        rules: tuple[DrawRule, ...],
         forced: Mapping[int, int],
     ) -> Draw: ...
 

@@ -11,7 +11,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,41 @@ class DrawnLogProbs:
 def _write(rows: Sequence[Stream], positions: Sequence[int], *, logp_B: Tensor) -> None:
     for row, position, logp in zip(rows, positions, logp_B.tolist(), strict=True):
         assert position <= len(row.log_probs), "a step before this one was not written"
-        row.log_probs[position:] = [logp]
+        if position < len(row.log_probs):
+            del row.log_probs[position:]
+        row.log_probs.append(logp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The streams of consecutive draws, and what does not change between these.
+
+    Attributes:
+        places: the row of each stream.
+        key_B: int64 on the host, the key of each stream.
+        rules: the same tuple in each draw, by which ``DrawRows`` knows it again.
+    """
+
+    num_rows: int
+    places: Sequence[int]
+    streams: Sequence[Stream]
+    key_B: Tensor
+    rules: tuple[DrawRule, ...]
+    is_forced: bool
+
+    @classmethod
+    def of(cls, rows: Mapping[int, Stream], num_rows: int) -> _Batch:
+        """Return the batch of the first ``num_rows`` rows."""
+        places = [index for index in range(num_rows) if index in rows]
+        streams = [rows[index] for index in places]
+        return cls(
+            num_rows,
+            places,
+            streams,
+            torch.tensor([stream.key for stream in streams], dtype=torch.int64),
+            tuple(stream.rule for stream in streams),
+            any(stream.forced for stream in streams),
+        )
 
 
 class Rows:
@@ -99,6 +133,7 @@ class Rows:
         self._draw_rows = draw_rows
         self._log_probs = log_probs
         self._rows: dict[int, Stream] = {}
+        self._batch = _Batch.of({}, 0)
 
     def add(self, index: int, stream: Stream | None, *, token_ids: Sequence[int]) -> None:
         """Put a stream into a row; None: vLLM draws the tokens of the row.
@@ -114,6 +149,7 @@ class Rows:
     def remove(self, index: int) -> None:
         """Empty a row."""
         self._rows.pop(index, None)
+        self._forget_batch()
 
     def move(self, source: int, target: int, *, swaps: bool) -> None:
         """Move a stream to another row, or swap the streams of two rows."""
@@ -122,36 +158,49 @@ class Rows:
             self._rows[target] = moved
         if swaps and replaced is not None:
             self._rows[source] = replaced
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
+        self._batch = _Batch.of({}, 0)
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Draw a token per row with a stream. Return minus infinity except at these tokens, which
         have their log-prob there. All other rows stay as they are.
         """
-        places = [index for index in range(len(logits_BV)) if index in self._rows]
-        if len(places) == len(logits_BV):
-            return self._draw(logits_BV, [self._rows[index] for index in places])
-        if places:
-            place_R = upload(torch.tensor(places), logits_BV.device)
-            drawn_RV = self._draw(logits_BV[place_R], [self._rows[index] for index in places])
-            logits_BV[place_R] = drawn_RV
+        if self._batch.num_rows != len(logits_BV):
+            self._batch = _Batch.of(self._rows, len(logits_BV))
+        batch = self._batch
+        if len(batch.places) == len(logits_BV):
+            return self._draw(logits_BV, batch)
+        if batch.places:
+            place_R = upload(torch.tensor(batch.places), logits_BV.device)
+            logits_BV[place_R] = self._draw(logits_BV[place_R], batch)
         return logits_BV
 
-    def _draw(self, logits_BV: Tensor, rows: Sequence[Stream]) -> Tensor:
-        positions = [len(row.token_ids) for row in rows]
-        numbers_2B = upload(torch.tensor([[row.key for row in rows], positions]), self._device)
-        forced = {
-            index: row.forced[min(position, len(row.forced) - 1)]
-            for index, (row, position) in enumerate(zip(rows, positions, strict=True))
-            if row.forced
-        }
-        uniform_B = uniforms(numbers_2B[0], numbers_2B[1][:, None])[:, 0]
-        rules = [row.rule for row in rows]
-        draw = self._draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
+    def _draw(self, logits_BV: Tensor, batch: _Batch) -> Tensor:
+        positions = [len(stream.token_ids) for stream in batch.streams]
+        # On the host: a dozen operations on a few numbers take a device longer to start.
+        uniform_B = uniforms(batch.key_B, torch.tensor(positions)[:, None])[:, 0]
+        draw = self._draw_rows(
+            logits_BV,
+            upload(uniform_B, self._device),
+            rules=batch.rules,
+            forced=_forced(batch.streams, positions) if batch.is_forced else {},
+        )
         if self._log_probs is not None:
-            self._log_probs.note(rows, positions, logp_B=draw.logp_B)
+            self._log_probs.note(batch.streams, positions, logp_B=draw.logp_B)
         # Not NaN, of which vLLM's greedy choice may pick another token.
         shown_B1 = draw.logp_B[:, None].nan_to_num(nan=NOT_FINITE)
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
+
+
+def _forced(streams: Sequence[Stream], positions: Sequence[int]) -> dict[int, int]:
+    """Return the token of each row whose tokens are not drawn."""
+    return {
+        index: stream.forced[min(position, len(stream.forced) - 1)]
+        for index, (stream, position) in enumerate(zip(streams, positions, strict=True))
+        if stream.forced
+    }
 
 
 def processor_class(

@@ -414,7 +414,7 @@ def _draw_rows(spec: EngineSpec) -> DrawRows:
     if spec.platform.kernels == "triton":
         from tandem.rollout.paged.kernels import sampling
 
-        return sampling.draw_rows
+        return sampling.KernelDraws()
     return draw_rows
 
 

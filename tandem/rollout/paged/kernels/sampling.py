@@ -31,34 +31,57 @@ _LOWEST = -0x7F800001
 """The ordered value of minus infinity."""
 
 
-def draw_rows(
-    logits_BV: Tensor,
-    uniform_B: Tensor,
-    *,
-    rules: Sequence[DrawRule],
-    forced: Mapping[int, int],
-) -> Draw:
-    """Draw one token per row, each by its own rule, as ``sampler.draw_rows`` does but for ties at
+class KernelDraws:
+    """Draws one token per row, each by its own rule, as ``sampler.draw_rows`` does but for ties at
     the bound of top-k and top-p, which are all kept.
+
+    What the rules need on the device stays there until other rules are given.
     """
-    num_rows, device = len(rules), logits_BV.device
-    numbers = torch.zeros((num_rows, RowState.NUM_FIELDS), dtype=torch.int64)
-    numbers[:, RowState.ACTIVE] = 1
-    numbers[:, RowState.TOP_K] = torch.tensor([max(0, rule.top_k) for rule in rules])
-    settings = torch.tensor([(rule.temperature, rule.top_p) for rule in rules])
-    window = Window.allocate(num_rows, 1, eos_ids=(), device=device)
-    window.uniform_BW[:, 0] = uniform_B
-    logits_BV = logits_BV.contiguous()  # a padded vocabulary may have been cut off
-    draw_next(
-        logits_BV,
-        RowState(upload(numbers, device), upload(settings, device)),
-        window=window,
-        filtered=any(rule.top_k > 0 or rule.top_p < 1 for rule in rules),
-        logits_row_B=torch.arange(num_rows, dtype=torch.int32, device=device),
-    )
-    draw = Draw(window.token_BW[:, 0], window.logp_BW[:, 0])
-    force(draw, logits_BV, forced=forced)
-    return draw
+
+    def __init__(self) -> None:
+        self._rules: Sequence[DrawRule] = ()
+        self._device = torch.device("cpu")
+
+    def __call__(
+        self,
+        logits_BV: Tensor,
+        uniform_B: Tensor,
+        *,
+        rules: tuple[DrawRule, ...],
+        forced: Mapping[int, int],
+    ) -> Draw:
+        """See ``sampler.DrawRows``."""
+        device = logits_BV.device
+        if rules is not self._rules or device != self._device:
+            self._prepare(rules, device)
+        window = Window(
+            uniform_B[:, None],
+            uniform_B.new_empty((len(rules), 1), dtype=torch.int64),
+            uniform_B.new_empty((len(rules), 1)),
+            self._no_ids,
+        )
+        logits_BV = logits_BV.contiguous()  # a padded vocabulary may have been cut off
+        draw_next(
+            logits_BV,
+            RowState(self._numbers.clone(), self._settings),  # a draw changes the numbers
+            window=window,
+            filtered=self._filtered,
+            logits_row_B=self._row_B,
+        )
+        draw = Draw(window.token_BW[:, 0], window.logp_BW[:, 0])
+        force(draw, logits_BV, forced=forced)
+        return draw
+
+    def _prepare(self, rules: tuple[DrawRule, ...], device: torch.device) -> None:
+        numbers = torch.zeros((len(rules), RowState.NUM_FIELDS), dtype=torch.int64)
+        numbers[:, RowState.ACTIVE] = 1
+        numbers[:, RowState.TOP_K] = torch.tensor([max(0, rule.top_k) for rule in rules])
+        settings = torch.tensor([(rule.temperature, rule.top_p) for rule in rules])
+        self._rules, self._device = rules, device
+        self._numbers, self._settings = upload(numbers, device), upload(settings, device)
+        self._filtered = any(rule.top_k > 0 or rule.top_p < 1 for rule in rules)
+        self._row_B = torch.arange(len(rules), dtype=torch.int32, device=device)
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
 
 
 def draw_next(

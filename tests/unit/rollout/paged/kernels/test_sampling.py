@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.rollout.paged.cache import RowState, Window
-from tandem.rollout.paged.kernels.sampling import CHUNK, draw_next, draw_rows
+from tandem.rollout.paged.kernels.sampling import CHUNK, KernelDraws, draw_next
 from tandem.rollout.sampler import DrawRule, draw_tokens
 
 EOS = (3, 7)
@@ -55,7 +55,7 @@ def _draw(
 
 def _check(logits_BV: Tensor, uniform_B: Tensor, *, rules: Sequence[DrawRule]) -> Tensor:
     """Each row as the sampler of CPUs draws it; returns the tokens."""
-    draw = draw_rows(logits_BV, uniform_B, rules=rules, forced={})
+    draw = KernelDraws()(logits_BV, uniform_B, rules=tuple(rules), forced={})
     token_B, logp_B = draw.token_B, draw.logp_B
     for row, rule in enumerate(rules):
         expected = draw_tokens(logits_BV[row : row + 1], uniform_B[row : row + 1], rule=rule)
@@ -92,7 +92,7 @@ def test_logits_of_a_padded_vocabulary_and_a_token_that_is_forced(device: torch.
     logits_BV = torch.randn(3, 64, device=device)[:, :50]
     uniform_B = torch.rand(3, device=device)
     _check(logits_BV, uniform_B, rules=[PLAIN, GREEDY, PLAIN])
-    draw = draw_rows(logits_BV, uniform_B, rules=[GREEDY] * 3, forced={1: 7})
+    draw = KernelDraws()(logits_BV, uniform_B, rules=(GREEDY,) * 3, forced={1: 7})
     assert int(draw.token_B[1]) == 7
     expected = torch.log_softmax(logits_BV[1], -1)[7]
     torch.testing.assert_close(draw.logp_B[1], expected, rtol=1e-5, atol=1e-5)
