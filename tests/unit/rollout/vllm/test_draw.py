@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.rollout.sampler import draw_rows
+from tandem.rollout.sampler import DrawRule, draw_rows
 from tandem.rollout.vllm.draw import GREEDY, DrawnLogProbs, Rows, Stream
 
 
@@ -94,3 +94,38 @@ def test_a_row_goes_on_after_an_interruption(log_probs: DrawnLogProbs | None) ->
     drawn_BV = rows.draw(torch.tensor([[0.0, 3.0, 1.0]]))
     assert int(drawn_BV.argmax()) == 1
     assert len(row.log_probs) == (0 if log_probs is None else 3)
+
+
+def _tokens(rows: Rows, logits_BV: torch.Tensor) -> list[int]:
+    return rows.draw(logits_BV.clone()).argmax(-1).tolist()
+
+
+def _placed(places: dict[int, Stream]) -> Rows:
+    """Rows that have never drawn before."""
+    rows = Rows(torch.device("cpu"), draw_rows, log_probs=None)
+    for index, stream in places.items():
+        rows.add(index, stream, token_ids=stream.token_ids)
+    return rows
+
+
+def test_draws_follow_streams_that_come_move_and_leave() -> None:
+    """Each batch draws as one that has never drawn, so that nothing of an earlier one is used."""
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = torch.randn(3, 500, generator=generator)
+    warm, greedy = DrawRule(1.0, -1, 1.0), GREEDY
+    a, b, c = Stream(1, warm), Stream(2, greedy), Stream(3, warm)
+    for number, stream in enumerate((a, b, c)):
+        stream.token_ids = [7] * number
+    rows = _placed({0: a, 1: b, 2: c})
+    assert _tokens(rows, logits_BV) == _tokens(_placed({0: a, 1: b, 2: c}), logits_BV)
+    a.token_ids = [7, 7, 7]
+    assert _tokens(rows, logits_BV) == _tokens(_placed({0: a, 1: b, 2: c}), logits_BV)
+    rows.move(2, 0, swaps=True)
+    assert _tokens(rows, logits_BV) == _tokens(_placed({0: c, 1: b, 2: a}), logits_BV)
+    rows.remove(1)
+    assert _tokens(rows, logits_BV) == _tokens(_placed({0: c, 2: a}), logits_BV)
+    rows.move(2, 1, swaps=False)
+    assert _tokens(rows, logits_BV[:2]) == _tokens(_placed({0: c, 1: a}), logits_BV[:2])
+    d = Stream(4, warm, forced=(11, 12))
+    rows.add(1, d, token_ids=[5])
+    assert _tokens(rows, logits_BV[:2]) == [_tokens(_placed({0: c}), logits_BV[:1])[0], 12]

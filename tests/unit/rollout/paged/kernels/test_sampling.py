@@ -216,3 +216,15 @@ def test_rows_draw_from_the_logits_they_name_with_the_number_of_their_count(
         expected = draw_tokens(logits_LV[source : source + 1], uniform_1, rule=PLAIN)
         assert int(window.token_BW[row, count]) == int(expected.token_B)
     assert int(window.token_BW[0, 1]) == int(window.token_BW[1, 0])
+
+
+def test_draws_that_are_used_again_follow_other_rules(device: torch.device) -> None:
+    draws, logits_BV = KernelDraws(), torch.randn(4, 300, device=device)
+    uniform_B = torch.rand(4, device=device)
+    for rules in ((PLAIN,) * 4, (GREEDY, PLAIN, GREEDY, DrawRule(0.5, 3, 0.9)), (PLAIN,) * 2):
+        rows = len(rules)
+        for _ in range(2):
+            draw = draws(logits_BV[:rows], uniform_B[:rows], rules=rules, forced={})
+            new = KernelDraws()(logits_BV[:rows], uniform_B[:rows], rules=rules, forced={})
+            assert draw.token_B.tolist() == new.token_B.tolist()
+            assert draw.logp_B.tolist() == new.logp_B.tolist()
