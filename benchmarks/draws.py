@@ -4,12 +4,11 @@
     python benchmarks/draws.py [--rows 8 64 512 1024] [--vocabulary 151936] [--output FILE]
 
 Prints one JSON object and a line for each number of rows: milliseconds from the logits to logits
-that leave only the drawn tokens, with the uploads of keys and positions, and milliseconds of a
-plain draw by softmax and exponential noise, which vLLM makes in its place. A decode step has one.
+that leave only the drawn tokens, with the upload of random numbers, and milliseconds of a plain
+draw by softmax and exponential noise, which vLLM makes in its place. A decode step has one draw.
 """
 
 import argparse
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -30,12 +29,11 @@ NUM_TOKENS = 256
 
 def keyed_draw(num_rows: int, device: torch.device) -> Rows:
     """Return the draws of a batch of sequences."""
-    triton = device.type != "cpu"
-    draw_rows = sampling.KernelDraws() if triton else sampler.draw_rows
+    draw_rows = sampler.draw_rows if device.type == "cpu" else sampling.KernelDraws()
     rows = Rows(device, draw_rows, log_probs=DrawnLogProbs())
     for index in range(num_rows):
-        tokens = deque(range(NUM_TOKENS))
-        rows.add(index, Stream(index, RULE, log_probs=[0.0] * NUM_TOKENS), token_ids=tokens)
+        stream = Stream(index, RULE, log_probs=[0.0] * NUM_TOKENS)
+        rows.add(index, stream, token_ids=range(NUM_TOKENS))
     return rows
 
 

@@ -13,7 +13,7 @@ Shapes: B rows, L rows of logits, V vocabulary, C chunks, W tokens of a window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -39,8 +39,8 @@ class KernelDraws:
     """
 
     def __init__(self) -> None:
-        self._rules: Sequence[DrawRule] = ()
-        self._device = torch.device("cpu")
+        self._rules: tuple[DrawRule, ...] | None = None
+        self._device: torch.device | None = None
 
     def __call__(
         self,
@@ -98,21 +98,7 @@ def draw_next(
     stats = torch.empty((num_rows, 3, chunks), dtype=torch.float32, device=logits_LV.device)
     threshold_B = stats.new_full((num_rows,), float("-inf"))
     if filtered:
-        _threshold[(num_rows,)](
-            logits_LV,
-            logits_row_B,
-            state.numbers,
-            state.settings,
-            threshold_B,
-            vocabulary,
-            BLOCK=_FILTER_BLOCK,
-            ROUNDS=_FILTER_ROUNDS,
-            FIELDS=state.numbers.shape[1],
-            SETTINGS=state.settings.shape[1],
-            TOP_K=RowState.TOP_K,
-            LOWEST=_LOWEST,
-            num_warps=8,
-        )
+        _find_thresholds(logits_LV, state, threshold_B=threshold_B, logits_row_B=logits_row_B)
     _reduce[(num_rows, chunks)](
         logits_LV,
         logits_row_B,
@@ -151,6 +137,27 @@ def draw_next(
         COUNT=RowState.COUNT,
         IGNORE_EOS=RowState.IGNORE_EOS,
         num_warps=4,
+    )
+
+
+def _find_thresholds(
+    logits_LV: Tensor, state: RowState, *, threshold_B: Tensor, logits_row_B: Tensor
+) -> None:
+    """Write the smallest scaled logit that top-k and top-p leave of each row."""
+    _threshold[(len(logits_row_B),)](
+        logits_LV,
+        logits_row_B,
+        state.numbers,
+        state.settings,
+        threshold_B,
+        logits_LV.shape[1],
+        BLOCK=_FILTER_BLOCK,
+        ROUNDS=_FILTER_ROUNDS,
+        FIELDS=state.numbers.shape[1],
+        SETTINGS=state.settings.shape[1],
+        TOP_K=RowState.TOP_K,
+        LOWEST=_LOWEST,
+        num_warps=8,
     )
 
 
