@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tandem.platforms.record import CUDA
-from tandem.rollout.canary import MAX_QUANTIZED_ERROR
 from tandem.rollout.feed import checkpoint_views
 from tandem.testing.contracts.rollout import EngineBench
 from tandem.types import SamplingParams
@@ -29,23 +28,35 @@ MAX_MEAN_ERROR = 0.05
 """The bound on the mean difference of log-probs. Three layers round their results to bf16, whose
 relative error is 2^-9, at logits of a size of about 5: 0.02 is expected, and 1 for stale weights.
 """
+MAX_MEAN_QUANTIZED_ERROR = 1.0
+"""The bound for products in fp8, of a model with one head of 64 numbers.
+
+Products of rounded matrices and inputs, computed on a CPU under 20 versions, change the log-probs
+of a version's canary by 0.1 to 0.9, 0.4 on average. Stale weights change them by 1.0 to 2.8, 1.9 on
+average. With 256 numbers a token, rounding alone changes them by 1.0 to 2.8.
+"""
 PLAIN = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=48, ignore_eos=True)
 UTILIZATION = 0.05
 """The share of the device for weights and cache."""
 
 
-@pytest.fixture
-def folder(machine: Machine, tmp_path: Path) -> Path:
-    """The folder of a random model with heads of 64 numbers."""
+def write_random(machine: Machine, folder: Path, *, heads: int) -> Path:
+    """Write a random model with heads of 64 numbers, or skip the test."""
     if machine.trial:
         pytest.skip("vLLM's own kernels are not interpreted")
     return write_model(
-        tmp_path,
+        folder,
         "qwen2 tied",
-        hidden_size=256,
-        num_attention_heads=4,
+        hidden_size=64 * heads,
+        num_attention_heads=heads,
         num_key_value_heads=1,
     )
+
+
+@pytest.fixture
+def folder(machine: Machine, tmp_path: Path) -> Path:
+    """The folder of a random model with four heads."""
+    return write_random(machine, tmp_path, heads=4)
 
 
 def mean_error(bench: EngineBench) -> float:
@@ -71,13 +82,13 @@ def test_v19_each_of_twenty_versions_is_generated_with(folder: Path) -> None:
             assert mean_error(bench) <= MAX_MEAN_ERROR
 
 
-def test_v26_each_version_in_fp8_is_generated_with(folder: Path) -> None:
-    """Log-probs of stale weights differ by more: the bound is that of the canary."""
+def test_v26_each_version_in_fp8_is_generated_with(machine: Machine, tmp_path: Path) -> None:
+    folder = write_random(machine, tmp_path, heads=1)
     keys = {"gpu_memory_utilization": UTILIZATION, "name": "vllm", "quantization": "fp8"}
     with running(build, open_spec(folder, platform=CUDA, dtype=torch.bfloat16, **keys)) as bench:
         for seed in range(NUM_VERSIONS):
             bench.use_new_weights(seed)
-            assert mean_error(bench) <= MAX_QUANTIZED_ERROR
+            assert mean_error(bench) <= MAX_MEAN_QUANTIZED_ERROR
 
 
 def test_v20_sleep_frees_weights_and_cache_and_the_next_version_is_right(folder: Path) -> None:
