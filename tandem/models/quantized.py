@@ -3,7 +3,8 @@
 
 The weights of query, key and value, of gate and up, and of down are copied into fp8 with one scale
 for each of these three matrices; activations get one scale for each token. Attention and its output
-projection, the embedding, the norms and the head are the decoder's own. There are no gradients.
+projection, the embedding, the norms, the head and adapters are the decoder's own; adapters of a
+quantized matrix multiply its quantized activations. There are no gradients.
 
 Shapes: T tokens, D hidden, H query heads, K key/value heads, E head dimension.
 """
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from tandem.errors import UserError
+from tandem.models.adapted import AdaptedLinear, add_adapters
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from tandem.models.operators import Attention
 from tandem.models.quantized_operators import (
     HeadLayout,
     Product,
+    QuantizedTokens,
     QuantizedWeight,
     empty_weight,
     multiply,
@@ -28,6 +31,7 @@ from tandem.models.quantized_operators import (
 )
 
 KEY = "actor_rollout_ref.rollout.quantization"
+_Map = nn.Linear | AdaptedLinear
 ALIGNMENT = 16
 """Both sizes of an fp8 matrix are multiples of this, as the libraries demand."""
 
@@ -55,9 +59,6 @@ def require_quantizable(config: DecoderConfig) -> None:
         raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
     if config.vision is not None:
         rule = "it is not built for models that see"
-        raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
-    if config.adapters is not None:
-        rule = "it is not built for models with adapters (LoRA)"
         raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
     sizes = (
         config.hidden_size,
@@ -133,29 +134,46 @@ class QuantizedDecoder:
         delta: Product | None = None
         for layer, own in zip(self._decoder_layers, self._layers, strict=True):
             norm = layer.attention_norm.weight
+            qkv, gate_up, down = _maps(layer)
             h, x_TD = operators.add_norm(x_TD, delta, weight_D=norm, eps=layer.eps)
-            heads_TME = operators.heads(multiply(h, own.qkv), _head_layout(layer), angles=angles)
+            product = _product(h, own.qkv, source=qkv)
+            heads_TME = operators.heads(product, _head_layout(layer, qkv), angles=angles)
             o_TD = _attend(layer, heads_TME, attention=attention)
             h, x_TD = operators.add_norm(x_TD, o_TD, weight_D=layer.mlp_norm.weight, eps=layer.eps)
-            delta = multiply(operators.gate(multiply(h, own.gate_up)), own.down)
+            gated = operators.gate(_product(h, own.gate_up, source=gate_up))
+            delta = _product(gated, own.down, source=down)
         assert delta is not None, "a decoder has layers"
         norm = decoder.final_norm.weight
         return operators.last_norm(x_TD, delta, weight_D=norm, eps=decoder.config.rms_norm_eps)
 
 
-def _maps(layer: DecoderLayer) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+def _maps(layer: DecoderLayer) -> tuple[_Map, _Map, _Map]:
     """Return the maps that are quantized."""
     return _linear(layer.qkv), _linear(layer.gate_up), _linear(layer.down)
 
 
-def _linear(module: nn.Module) -> nn.Linear:
-    assert isinstance(module, nn.Linear), "adapters beside quantized weights are refused"
+def _linear(module: nn.Module) -> _Map:
+    assert isinstance(module, _Map), "other maps beside quantized weights are refused"
     return module
 
 
-def _head_layout(layer: DecoderLayer) -> HeadLayout:
+def _product(x: QuantizedTokens, weight: QuantizedWeight, *, source: _Map) -> Product:
+    """Return the product with a quantized matrix, and with the adapters of its map.
+
+    These are added before the scales of the tokens are applied: their product with the activations
+    without scales is added to that of the matrix. It is computed in the adapters' precision.
+    """
+    product = multiply(x, weight)
+    if isinstance(source, nn.Linear):
+        return product
+    dtype = source.lora_a.dtype
+    raw_TN = product.raw_TN.to(dtype)
+    add_adapters(raw_TN, x.values_TK.to(dtype), own=source)
+    return Product(raw_TN, product.scale_T)
+
+
+def _head_layout(layer: DecoderLayer, qkv: _Map) -> HeadLayout:
     heads, kv_heads = layer.qk_split
-    qkv, _, _ = _maps(layer)
     return HeadLayout(
         heads,
         kv_heads,

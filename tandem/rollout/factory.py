@@ -205,8 +205,11 @@ def require_quantization(
     """
     if config.quantization is None:
         return
+    has_adapters = decoder is not None and decoder.adapters is not None
     if config.attaches_servers:
         rule = "servers are attached (engine_kwargs.vllm.urls), which get weights in 16 or 32 bits"
+    elif config.name == "vllm" and has_adapters:
+        rule = "vLLM gets sums of weights and adapters (LoRA), and fp8 loses small adapters"
     elif config.name == "vllm":
         used = str(dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
         if used in QUANTIZED_FROM:

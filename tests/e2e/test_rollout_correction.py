@@ -21,12 +21,12 @@ Run = tuple[dict[int, dict[str, float]], dict[str, torch.Tensor]]
 
 
 def trained(material: Material, folder: Path, *overrides: str) -> Run:
-    """Metrics and weights after two steps."""
+    """Metrics and trained weights after two steps."""
     arguments = train_arguments(material, folder / "run", *TWO_STEPS, *overrides)
     ended = run_command(arguments, folder=folder)
     assert ended.code == 0, ended.stderr
-    (checkpoint,) = (folder / "run").glob("global_step_*")
-    return metrics_of(folder / "run"), load_file(checkpoint / "actor/model.safetensors")
+    (weights,) = (folder / "run").glob("global_step_*/actor/*model.safetensors")
+    return metrics_of(folder / "run"), load_file(weights)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,11 @@ def test_what_is_rejected_is_not_learned_from(material: Material, tmp_path: Path
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-def test_generation_in_fp8_is_corrected(material: Material, tmp_path: Path) -> None:
-    metrics, _ = trained(material, tmp_path, "actor_rollout_ref.rollout.quantization=fp8")
+@pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
+def test_generation_in_fp8_is_corrected(rank: int, material: Material, tmp_path: Path) -> None:
+    quantized = "actor_rollout_ref.rollout.quantization=fp8"
+    adapted = f"actor_rollout_ref.model.lora_rank={rank}"
+    metrics, _ = trained(material, tmp_path, quantized, adapted)
     for row in metrics.values():
         assert 0 < row["rollout_corr/k3_kl"] < 0.05
         assert 0.9 < row["rollout_corr/rollout_is_eff_sample_size"] < 1

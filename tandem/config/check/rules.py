@@ -498,13 +498,6 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each feature that ``tandem train`` needs and that is not built yet."""
     roles = config.actor_rollout_ref
     yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
-    if roles.model.trains_adapters and roles.rollout.quantization is not None:
-        yield UserError(
-            f"{_ROLLOUT}.quantization",
-            roles.rollout.quantization,
-            rule="adapters (LoRA) over quantized weights are not built",
-            remedy="Leave it out, or train all weights.",
-        )
     if config.uses_critic:
         yield from _unbuilt_adapters(config.critic.model, prefix="critic.model")
         yield from _unnamed_model(config.critic.model, prefix="critic.model")

@@ -227,11 +227,6 @@ def test_l13_muon_is_refused() -> None:
         check_sft(load_config(SftConfig, [*arguments, "data.train_files=a"]).config)
 
 
-def test_adapters_over_quantized_weights_are_refused() -> None:
-    (error,) = unbuilt_run(config(RANK, "actor_rollout_ref.rollout.quantization=fp8"))
-    assert "adapters (LoRA) over quantized weights are not built" in str(error)
-
-
 def test_keys_that_adapters_do_not_read_are_listed(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", SAVED)
     fsdp = "actor_rollout_ref.actor.fsdp_config.model_dtype"

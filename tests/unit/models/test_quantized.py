@@ -23,6 +23,19 @@ from tests.fakes.tiny_decoder import CONFIG, tiny_decoder
 NUM_TOKENS = 24
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.08}
 
+ADAPTED = AdapterConfig(
+    4,
+    8.0,
+    False,
+    maps=(
+        ("layers.0.qkv", (0, 2)),
+        ("layers.0.gate_up", (1,)),
+        ("layers.0.down", (0,)),
+        ("layers.1.qkv", (0, 1, 2)),
+        ("layers.1.gate_up", (0, 1)),
+    ),
+)
+
 
 def _log_probs(decoder: Decoder, compute: Any) -> Tensor:
     none = torch.zeros(1, dtype=torch.int64)
@@ -50,6 +63,24 @@ def test_log_probs_are_near_those_of_the_decoder(changes: dict[str, Any]) -> Non
     # e4m3 keeps four bits: each factor is off by a sixteenth at most, and their sums by less.
     assert 0 < error.mean() < 0.05
     assert error.max() < 0.4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_have_their_effect_without_being_copied(dtype: torch.dtype) -> None:
+    """Large ones change the log-probs by 0.5 on average, and fp8 changes them by 0.04."""
+    decoder = tiny_decoder(**SIZES, adapters=ADAPTED).to(dtype)
+    factors_b = [weight for name, weight in decoder.named_parameters() if name.endswith("lora_b")]
+    quantized = _quantized(decoder)
+    exact, actual = [], []
+    for factor in (2.0, 0.0):
+        with torch.no_grad():
+            for weight in factors_b:
+                weight.mul_(factor)
+        exact.append(_log_probs(decoder, decoder))
+        actual.append(_log_probs(decoder, quantized))
+    effect = (exact[0] - exact[1]).abs().mean()
+    for wanted, found in zip(exact, actual, strict=True):
+        assert (found - wanted).abs().mean() < effect / 5
 
 
 def test_new_weights_are_read_after_outdate_and_in_place() -> None:
@@ -81,12 +112,7 @@ def test_copies_are_freed_and_made_again() -> None:
     torch.testing.assert_close(_log_probs(decoder, quantized), before)
 
 
-ADAPTED = AdapterConfig(4, 8.0, False, maps=(("qkv", (0,)),))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"mlp_bias": True}, {"intermediate_size": 40}, {"adapters": ADAPTED}]
-)
+@pytest.mark.parametrize("changes", [{"mlp_bias": True}, {"intermediate_size": 40}])
 def test_other_models_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="actor_rollout_ref.rollout.quantization='fp8'"):
         require_quantizable(replace(CONFIG, **SIZES | changes))

@@ -16,6 +16,7 @@ import transformers
 from tandem.api import Rollout, RolloutEngine
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
+from tandem.models.adapted import AdapterConfig
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import CPU, Platform
@@ -215,6 +216,17 @@ def test_vllm_quantizes_models_in_16_bits() -> None:
         require_quantization(config, None, platform=CPU, dtype=torch.float32)
     explicit = config.model_copy(update={"dtype": "float16"})
     require_quantization(explicit, None, platform=CPU, dtype=torch.float32)
+
+
+def test_fp8_with_adapters_is_the_native_engines() -> None:
+    """vLLM would quantize the sums of weights and adapters."""
+    adapted = replace(CONFIG, adapters=AdapterConfig(2, 4.0, False, maps=()))
+    for name in ("auto", "native"):
+        config = RolloutConfig.model_validate({"quantization": "fp8", "name": name})
+        require_quantization(config, adapted, platform=CPU, dtype=torch.bfloat16)
+    config = RolloutConfig.model_validate({"quantization": "fp8", "name": "vllm"})
+    with pytest.raises(UserError, match="sums of weights and adapters"):
+        require_quantization(config, adapted, platform=CPU, dtype=torch.bfloat16)
 
 
 def test_fp8_is_built_where_it_is_asked_for(qwen2_folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.errors import UserError
+from tandem.models.adapted import AdapterConfig
 from tandem.models.decoder import Decoder
 from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.capture import eager
@@ -39,6 +40,7 @@ CONFIG = NativeRolloutConfig(
     max_num_batched_tokens=512,
     max_cache_bytes=256 * PAGE_BYTES,
 )
+ADAPTED = AdapterConfig(2, 4.0, False, maps=(("layers.0.down", (0,)), ("layers.1.qkv", (0, 2))))
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +207,12 @@ def test_what_can_never_be_held_is_refused(decoder: Decoder) -> None:
     assert engine.advance() == []
 
 
-def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(device: torch.device) -> None:
+@pytest.mark.parametrize("adapters", [None, ADAPTED], ids=["weights", "adapters"])
+def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(
+    adapters: AdapterConfig | None, device: torch.device
+) -> None:
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 16}
-    decoder = tiny_decoder(vocab_size=VOCABULARY, **sizes).to(device)
+    decoder = tiny_decoder(vocab_size=VOCABULARY, adapters=adapters, **sizes).to(device)
     with torch.no_grad():
         decoder.embedding.weight.mul_(0.3)  # no two tokens are so likely that rounding decides
     requests = [_request(0, n=2)]
@@ -233,7 +238,8 @@ def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(device: torch.de
             if exact[sample_id].token_ids == completion.token_ids:
                 assert not torch.equal(log_probs, torch.tensor(exact[sample_id].log_probs))
         with torch.no_grad():
-            decoder.layers[0].down.weight.mul_(-1.0)
+            changed = decoder.layers[0].down
+            (changed.weight if adapters is None else changed.lora_b).mul_(-1.0)
     assert paged.sleep() and dense.sleep()
     paged.add(requests)
     assert drain_by_sample(paged).keys() == {0, 1}
