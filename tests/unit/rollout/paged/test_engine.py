@@ -238,8 +238,8 @@ def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(
             if exact[sample_id].token_ids == completion.token_ids:
                 assert not torch.equal(log_probs, torch.tensor(exact[sample_id].log_probs))
         with torch.no_grad():
-            changed = decoder.layers[0].down
-            (changed.weight if adapters is None else changed.lora_b).mul_(-1.0)
+            kind = "weight" if adapters is None else "lora_b"
+            decoder.get_parameter(f"layers.0.down.{kind}").mul_(-1.0)
     assert paged.sleep() and dense.sleep()
     paged.add(requests)
     assert drain_by_sample(paged).keys() == {0, 1}
