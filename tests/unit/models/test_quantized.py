@@ -17,6 +17,14 @@ from tandem.errors import UserError
 from tandem.models.adapted import AdapterConfig
 from tandem.models.decoder import Decoder
 from tandem.models.quantized import QuantizedDecoder, require_quantizable
+from tandem.models.quantized_operators import (
+    FP8,
+    QuantizedTokens,
+    empty_weight,
+    multiply,
+    multiply_in_fp8,
+    quantize_weight,
+)
 from tandem.types import Segments
 from tests.fakes.tiny_decoder import CONFIG, tiny_decoder
 
@@ -81,6 +89,19 @@ def test_adapters_have_their_effect_without_being_copied(dtype: torch.dtype) -> 
     effect = (exact[0] - exact[1]).abs().mean()
     for wanted, found in zip(exact, actual, strict=True):
         assert (found - wanted).abs().mean() < effect / 5
+
+
+def test_products_on_the_host_are_those_of_torchs_operator() -> None:
+    """But for the order of sums in fp32, which may move a result to the next number of bf16."""
+    generator = torch.Generator().manual_seed(0)
+    weight_NK = torch.randn(48, 32, generator=generator)
+    weight = empty_weight(weight_NK)
+    quantize_weight(weight_NK, weight)
+    values_TK = torch.randn(5, 32, generator=generator).to(FP8)
+    x = QuantizedTokens(values_TK, torch.ones(5))
+    torch.testing.assert_close(
+        multiply(x, weight).raw_TN, multiply_in_fp8(x, weight), rtol=2**-7, atol=1e-3
+    )
 
 
 def test_new_weights_are_read_after_outdate_and_in_place() -> None:
