@@ -160,13 +160,17 @@ def _linear(module: nn.Module) -> _Map:
 def _product(x: QuantizedTokens, weight: QuantizedWeight, *, source: _Map) -> Product:
     """Return the product with a quantized matrix, and with the adapters of its map.
 
-    These are added before the scales of the tokens are applied: their product with the activations
-    without scales is added to that of the matrix. It is computed in the adapters' precision.
+    The adapters' product is computed in their precision and added before the scales of the tokens
+    are applied; in fp16, whose range numbers without these scales may exceed, afterwards.
     """
     product = multiply(x, weight)
     if isinstance(source, nn.Linear):
         return product
     dtype = source.lora_a.dtype
+    if dtype == torch.float16:
+        sum_TN = product.dequantize().to(dtype)
+        add_adapters(sum_TN, x.dequantize().to(dtype), own=source)
+        return Product(sum_TN, torch.ones_like(product.scale_T))
     raw_TN = product.raw_TN.to(dtype)
     add_adapters(raw_TN, x.values_TK.to(dtype), own=source)
     return Product(raw_TN, product.scale_T)

@@ -44,10 +44,14 @@ class QuantizedTokens:
     values_TK: Tensor
     scale_T: Tensor
 
+    def dequantize(self) -> Tensor:
+        """Return the activations in fp32."""
+        return self.values_TK.float() * self.scale_T[:, None]
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product (T, N) in bf16 before the scales of the tokens are applied.
+    """A product (T, N), of a matrix alone in bf16, before the scales of the tokens are applied.
 
     Entry (t, n) stands for ``raw_TN[t, n] * scale_T[t]``.
     """

@@ -73,7 +73,7 @@ def test_log_probs_are_near_those_of_the_decoder(changes: dict[str, Any]) -> Non
     assert error.max() < 0.4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_adapters_have_their_effect_without_being_copied(dtype: torch.dtype) -> None:
     """Large ones change the log-probs by 0.5 on average, and fp8 changes them by 0.04."""
     decoder = tiny_decoder(**SIZES, adapters=ADAPTED).to(dtype)
