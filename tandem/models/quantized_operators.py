@@ -141,7 +141,8 @@ def quantize_weight(weight_NK: Tensor, out: QuantizedWeight) -> None:
     """Write the weights in fp8 into ``out``, without waiting for the device."""
     lowest, highest = weight_NK.aminmax()
     largest = torch.maximum(-lowest, highest).float()
-    torch.clamp(largest / LARGEST, min=SMALLEST_SCALE, out=out.scale)
+    smallest = max(SMALLEST_SCALE, 2 / torch.finfo(weight_NK.dtype).max)  # its inverse is finite
+    torch.clamp(largest / LARGEST, min=smallest, out=out.scale)
     # The rounding of this product is 16 times finer than that of fp8.
     scaled_NK = weight_NK * out.scale.reciprocal().to(weight_NK.dtype)
     out.values_NK.copy_(scaled_NK.clamp_(-LARGEST, LARGEST))

@@ -30,6 +30,7 @@ from tandem.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_OWN_ENGINES = ("auto", "native")
 _OWN_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt")
 
 
@@ -498,6 +499,14 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each feature that ``tandem train`` needs and that is not built yet."""
     roles = config.actor_rollout_ref
     yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
+    name = roles.rollout.name
+    if roles.model.trains_adapters and roles.rollout.quantization and name not in _OWN_ENGINES:
+        yield UserError(
+            f"{_ROLLOUT}.quantization",
+            roles.rollout.quantization,
+            rule=f"adapters (LoRA) over it are not built for rollout.name={name}",
+            remedy=f"Set {_ROLLOUT}.name=native, or leave it out.",
+        )
     if config.uses_critic:
         yield from _unbuilt_adapters(config.critic.model, prefix="critic.model")
         yield from _unnamed_model(config.critic.model, prefix="critic.model")

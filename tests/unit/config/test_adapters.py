@@ -227,6 +227,15 @@ def test_l13_muon_is_refused() -> None:
         check_sft(load_config(SftConfig, [*arguments, "data.train_files=a"]).config)
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang", "hf", "native", "auto"])
+def test_adapters_over_fp8_are_refused_but_by_the_native_engine(name: str) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    asked = config(RANK, f"{rollout}.quantization=fp8", f"{rollout}.name={name}")
+    refused = [str(error) for error in unbuilt_run(asked)]
+    assert len(refused) == (name not in ("native", "auto"))
+    assert all(f"Set {rollout}.name=native" in one for one in refused)
+
+
 def test_keys_that_adapters_do_not_read_are_listed(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", SAVED)
     fsdp = "actor_rollout_ref.actor.fsdp_config.model_dtype"

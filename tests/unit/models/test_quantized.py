@@ -91,6 +91,28 @@ def test_adapters_have_their_effect_without_being_copied(dtype: torch.dtype) -> 
         assert (found - wanted).abs().mean() < effect / 5
 
 
+def test_adapters_in_fp16_are_added_to_numbers_of_its_range() -> None:
+    """Products without the scales of the tokens exceed it: down adds large numbers of one sign."""
+    decoder = tiny_decoder(**(SIZES | {"intermediate_size": 2048}), adapters=ADAPTED)
+    with torch.no_grad():
+        for layer in decoder.layers:
+            for name in ("gate_up", "down"):
+                layer.get_parameter(f"{name}.weight").abs_().mul_(10.0 if name == "down" else 1.0)
+    decoder.half()
+    exact, actual = _log_probs(decoder, decoder), _log_probs(decoder, _quantized(decoder))
+    assert exact.isfinite().all()
+    assert (actual - exact).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("largest", [0.0, 0.001])
+def test_small_matrices_in_fp16_are_quantized(largest: float) -> None:
+    weight_NK = torch.tensor([[0.0, largest], [-largest, 0.0]], dtype=torch.float16)
+    weight = empty_weight(weight_NK)
+    quantize_weight(weight_NK, weight)
+    found_NK = weight.values_NK.float() * weight.scale
+    torch.testing.assert_close(found_NK, weight_NK.float(), rtol=2**-4, atol=0.0)
+
+
 def test_products_on_the_host_are_those_of_torchs_operator() -> None:
     """But for the order of sums in fp32, which may move a result to the next number of bf16."""
     generator = torch.Generator().manual_seed(0)
