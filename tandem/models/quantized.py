@@ -95,8 +95,10 @@ class QuantizedDecoder:
         return sum(x.weight.numel() for layer in self._decoder_layers for x in _maps(layer))
 
     def outdate(self) -> None:
-        """Make the next ``update`` read the decoder's weights again."""
-        self._is_outdated = True
+        """Make the next ``update`` read the decoder's weights again, unless they are frozen below
+        adapters.
+        """
+        self._is_outdated = self._decoder.config.adapters is None or not self._layers
 
     def update(self) -> None:
         """Quantize the current weights of the decoder, unless that has been done."""

@@ -20,7 +20,7 @@ import torch
 
 from tandem.api import RolloutEngine
 from tandem.config.schema.imports import import_dotted
-from tandem.config.schema.rollout import ENGINES, RolloutConfig
+from tandem.config.schema.rollout import ENGINES, NATIVE_NAMES, RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.expert_parallel import compute_for_peers
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 QUANTIZED_FROM = ("bfloat16", "float16")
 """The precisions of models that vLLM quantizes."""
-NATIVE_NAMES = ("auto", "native")
-"""The names by which the native engine may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +203,8 @@ def require_quantization(
     """
     if config.quantization is None:
         return
-    has_adapters = decoder is not None and decoder.adapters is not None
     if config.attaches_servers:
         rule = "servers are attached (engine_kwargs.vllm.urls), which get weights in 16 or 32 bits"
-    elif config.name == "vllm" and has_adapters:
-        rule = "vLLM gets sums of weights and adapters (LoRA), and fp8 loses small adapters"
     elif config.name == "vllm":
         used = str(dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
         if used in QUANTIZED_FROM:

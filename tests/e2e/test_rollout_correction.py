@@ -83,6 +83,7 @@ def test_what_is_rejected_is_not_learned_from(material: Material, tmp_path: Path
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
 def test_generation_in_fp8_is_corrected(rank: int, material: Material, tmp_path: Path) -> None:
+    """Whether adapters are generated with is tested in ``unit/rollout/paged``."""
     quantized = "actor_rollout_ref.rollout.quantization=fp8"
     adapted = f"actor_rollout_ref.model.lora_rank={rank}"
     metrics, _ = trained(material, tmp_path, quantized, adapted)

@@ -23,6 +23,7 @@ from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.correction import correction_errors
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.optim import OptimConfig
+from tandem.config.schema.rollout import NATIVE_NAMES
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
@@ -30,7 +31,6 @@ from tandem.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OWN_ENGINES = ("auto", "native")
 _OWN_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt")
 
 
@@ -500,7 +500,7 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
     roles = config.actor_rollout_ref
     yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
     name = roles.rollout.name
-    if roles.model.trains_adapters and roles.rollout.quantization and name not in _OWN_ENGINES:
+    if roles.model.trains_adapters and roles.rollout.quantization and name not in NATIVE_NAMES:
         yield UserError(
             f"{_ROLLOUT}.quantization",
             roles.rollout.quantization,

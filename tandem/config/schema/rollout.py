@@ -25,6 +25,8 @@ FORMER_NAMES: Mapping[str, str] = {"sglang_async": "sglang"}
 """Names of engines in earlier versions of verl. Its ``sglang_async`` became ``sglang`` in 0.5."""
 ENGINES_IN_PROCESS = ("auto", "native", "hf", "vllm")
 """The engines without processes of their own."""
+NATIVE_NAMES = ("auto", "native")
+"""The names by which the native engine may be chosen."""
 VERLS_ENGINES = ("vllm", "sglang", *ENGINES_NOT_BUILT)
 """The engines that verl's scripts name."""
 

@@ -78,6 +78,25 @@ def route(
 
 
 @triton.jit
+def _choose(choice, score, order, NUM_EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
+    """Return the experts with the largest ``choice``, in order, and their scores."""
+    expert = tl.arange(0, choice.shape[1])
+    chosen = tl.zeros((choice.shape[0], order.shape[0]), tl.int64)
+    weight = tl.full((choice.shape[0], order.shape[0]), float("-inf"), tl.float32)
+    for number in range(CHOSEN):
+        # Of scores that are not numbers, the last expert is chosen.
+        is_best = choice == tl.max(choice, 1)[:, None]
+        best = tl.min(tl.where(is_best, expert[None, :], NUM_EXPERTS - 1), 1)
+        is_chosen = expert[None, :] == best[:, None]
+        own = tl.sum(tl.where(is_chosen, score, 0.0), 1)
+        is_place = (order == number)[None, :]
+        chosen = tl.where(is_place, best[:, None].to(tl.int64), chosen)
+        weight = tl.where(is_place, own[:, None], weight)
+        choice = tl.where(is_chosen, float("-inf"), choice)
+    return chosen, weight
+
+
+@triton.jit
 def _route(
     expert_ptr,
     weight_ptr,
@@ -123,18 +142,7 @@ def _route(
     choice = tl.where(is_expert[None, :], choice, float("-inf"))
 
     order = tl.arange(0, CHOICES)
-    chosen = tl.zeros((ROWS, CHOICES), tl.int64)
-    weight = tl.full((ROWS, CHOICES), float("-inf"), tl.float32)
-    for number in range(CHOSEN):
-        # Of scores that are not numbers, the last expert is chosen.
-        is_best = choice == tl.max(choice, 1)[:, None]
-        best = tl.min(tl.where(is_best, expert[None, :], NUM_EXPERTS - 1), 1)
-        is_chosen = expert[None, :] == best[:, None]
-        own = tl.sum(tl.where(is_chosen, score, 0.0), 1)
-        is_place = (order == number)[None, :]
-        chosen = tl.where(is_place, best[:, None].to(tl.int64), chosen)
-        weight = tl.where(is_place, own[:, None], weight)
-        choice = tl.where(is_chosen, float("-inf"), choice)
+    chosen, weight = _choose(choice, score, order, NUM_EXPERTS, CHOSEN)
     is_choice = (order < CHOSEN)[None, :]
     if SCORING == "softmax_of_chosen":
         weight = tl.exp(weight - tl.max(weight, 1)[:, None])

@@ -161,6 +161,28 @@ def _store_part(part_ptr, stats_ptr, part_G, top_G, weight_G, weighted_GE, valid
 
 
 @triton.jit
+def _start(q, k_new, v_new, is_first, scale):
+    """Return the largest score, the sum of weights and the weighted sum of values of a part that
+    has the new token or, if it is not the first one, nothing.
+    """
+    own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    top = tl.where(is_first, own, -1e30)
+    total_weight = tl.where(is_first, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
+    return top, total_weight, total_weight[:, None] * v_new.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _add_page(scores, v, top, total_weight, weighted, PRECISION: tl.constexpr):
+    """Add the values of a page to the three numbers of ``_start``."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp(scores - new_top[:, None])
+    decay = tl.exp(top - new_top)
+    update = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    weighted = weighted * decay[:, None] + update
+    return new_top, total_weight * decay + tl.sum(weights, 1), weighted
+
+
+@triton.jit
 def _attend(
     q_ptr,
     k_ptr,
@@ -212,10 +234,7 @@ def _attend(
         k_new = tl.load(k_ptr + row.to(tl.int64) * k_stride + head * HEAD_DIM + e)
         v_new = tl.load(v_ptr + row.to(tl.int64) * v_stride + head * HEAD_DIM + e)
         is_first = here == row_begin
-        own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-        top = tl.where(is_first, own, -1e30)
-        total_weight = tl.where(is_first, tl.full([GROUP_ROWS], 1.0, tl.float32), 0.0)
-        weighted = total_weight[:, None] * v_new.to(tl.float32)[None, :]
+        top, total_weight, weighted = _start(q, k_new, v_new, is_first, scale)
         if is_first & (position >= 0):
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
             slot = ((page * KV_HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + e
@@ -232,13 +251,9 @@ def _attend(
             v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(inside[None, :], scores, -1e30)
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp(scores - new_top[:, None])
-            decay = tl.exp(top - new_top)
-            update = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            weighted = weighted * decay[:, None] + update
-            total_weight = total_weight * decay + tl.sum(weights, 1)
-            top = new_top
+            top, total_weight, weighted = _add_page(
+                scores, v, top, total_weight, weighted, PRECISION
+            )
 
         if is_first & (here_end == row_end):
             o = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)

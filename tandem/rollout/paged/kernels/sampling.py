@@ -198,6 +198,44 @@ def _reduce(
 
 
 @triton.jit
+def _drawn_chunk(stats_ptr, uniform_ptr, place, greedy, chunks, CHUNKS: tl.constexpr):
+    """Return the largest logit, the logarithm of the sum of weights, the drawn point within the
+    weights that are kept, the chunk that it lies in, and the weight of the chunks before.
+    """
+    c = tl.arange(0, CHUNKS)
+    valid = c < chunks
+    stats = stats_ptr + c
+    top_c = tl.load(stats, mask=valid, other=float("-inf"))
+    sum_c = tl.load(stats + chunks, mask=valid, other=0.0)
+    kept_c = tl.load(stats + 2 * chunks, mask=valid, other=0.0)
+    top = tl.max(top_c, 0)
+    decay_c = tl.exp(top_c - top)
+    log_total = top + tl.log(tl.sum(sum_c * decay_c, 0))
+
+    weight_c = kept_c * decay_c
+    reached_c = tl.cumsum(weight_c, 0)
+    target = tl.load(uniform_ptr + place) * tl.sum(weight_c, 0)
+    # Rounding must not select a chunk or a token of weight 0. The first with weight beyond the
+    # target is selected, or, if there is none, the last with weight.
+    last_c = tl.max(tl.where(weight_c > 0, c, -1), 0)
+    beyond_c = tl.where((reached_c > target) & (weight_c > 0), c, CHUNKS)
+    chunk = tl.maximum(tl.minimum(tl.min(beyond_c, 0), last_c), 0)
+    first_top = tl.min(tl.where(top_c == top, c, CHUNKS), 0)
+    chunk = tl.where(greedy, tl.minimum(first_top, chunks - 1), chunk)
+    before = tl.sum(tl.where(c < chunk, weight_c, 0.0), 0)
+    return top, log_total, target, chunk, before
+
+
+@triton.jit
+def _is_end(token, eos_ptr, NUM_EOS: tl.constexpr):
+    """Return whether ``token`` is one of the end tokens."""
+    stopped = False
+    for n in tl.static_range(NUM_EOS):  # pyright: ignore[reportGeneralTypeIssues]
+        stopped = stopped | (token == tl.load(eos_ptr + n))
+    return stopped
+
+
+@triton.jit
 def _draw(
     logits_ptr,
     logits_row_ptr,
@@ -234,28 +272,14 @@ def _draw(
     greedy = tl.load(settings_ptr + row * SETTINGS) <= 0
     threshold = tl.load(threshold_ptr + row)
 
-    c = tl.arange(0, CHUNKS)
-    valid = c < chunks
-    stats = stats_ptr + row * 3 * chunks + c
-    top_c = tl.load(stats, mask=valid, other=float("-inf"))
-    sum_c = tl.load(stats + chunks, mask=valid, other=0.0)
-    kept_c = tl.load(stats + 2 * chunks, mask=valid, other=0.0)
-    top = tl.max(top_c, 0)
-    decay_c = tl.exp(top_c - top)
-    log_total = top + tl.log(tl.sum(sum_c * decay_c, 0))
-
-    weight_c = kept_c * decay_c
-    reached_c = tl.cumsum(weight_c, 0)
-    target = tl.load(uniform_ptr + row * window_stride + count) * tl.sum(weight_c, 0)
-    # Rounding must not select a chunk or a token of weight 0. The first with weight beyond the
-    # target is selected, or, if there is none, the last with weight.
-    last_c = tl.max(tl.where(weight_c > 0, c, -1), 0)
-    beyond_c = tl.where((reached_c > target) & (weight_c > 0), c, CHUNKS)
-    chunk = tl.maximum(tl.minimum(tl.min(beyond_c, 0), last_c), 0)
-    first_top = tl.min(tl.where(top_c == top, c, CHUNKS), 0)
-    chunk = tl.where(greedy, tl.minimum(first_top, chunks - 1), chunk)
-    before = tl.sum(tl.where(c < chunk, weight_c, 0.0), 0)
-
+    top, log_total, target, chunk, before = _drawn_chunk(
+        stats_ptr + row * 3 * chunks,
+        uniform_ptr,
+        row * window_stride + count,
+        greedy,
+        chunks,
+        CHUNKS,
+    )
     i = tl.arange(0, CHUNK)
     v = chunk * CHUNK + i
     x = tl.load(logits_ptr + source * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
@@ -270,10 +294,7 @@ def _draw(
     logit = tl.load(logits_ptr + source * vocabulary + token).to(tl.float32) * scale
     logp = logit - log_total
 
-    stopped = False
-    for n in tl.static_range(NUM_EOS):
-        stopped = stopped | (token == tl.load(eos_ptr + n))
-    stopped = stopped & (tl.load(numbers + IGNORE_EOS) == 0)
+    stopped = _is_end(token, eos_ptr, NUM_EOS) & (tl.load(numbers + IGNORE_EOS) == 0)
     failed = logp != logp  # noqa: PLR0124
     remaining = tl.load(numbers + REMAINING) - 1
     goes_on = (remaining > 0) & (stopped == 0) & (failed == 0)

@@ -224,11 +224,13 @@ def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(
         quantized=QuantizedDecoder(decoder),
     )
     dense = NativeRolloutEngine(decoder, CONFIG, substitute=QuantizedDecoder(decoder))
+    found: list[set[tuple[float, ...]]] = []
     for version in (0, 1):
         for engine in (paged, dense):
             engine.set_weights_version(version)
             engine.add(requests)
         ours, theirs = drain_by_sample(paged), drain_by_sample(dense)
+        found.append({tuple(one.log_probs) for one in ours.values()})
         exact = _expected(decoder, requests)
         for sample_id, completion in theirs.items():
             assert ours[sample_id].token_ids == completion.token_ids
@@ -240,6 +242,7 @@ def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(
         with torch.no_grad():
             kind = "weight" if adapters is None else "lora_b"
             decoder.get_parameter(f"layers.0.down.{kind}").mul_(-1.0)
+    assert found[0].isdisjoint(found[1]), "the change has an effect"
     assert paged.sleep() and dense.sleep()
     paged.add(requests)
     assert drain_by_sample(paged).keys() == {0, 1}
