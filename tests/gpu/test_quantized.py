@@ -13,12 +13,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tandem.models.folder import adapt_folder, check_folder, open_part
+from tandem.models.kernels.operators import TRITON
 from tandem.models.language_model import LanguageModel
+from tandem.models.parallel import WHOLE
 from tandem.models.quantized import QuantizedDecoder
 from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import PagedRolloutEngine
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
+from tests.fakes.tiny_adapters import ALL
 from tests.gpu.machine import (
     SAMPLED,
     SEED,
@@ -114,3 +118,26 @@ def test_new_weights_generate_in_captured_steps(machine: Machine, tmp_path: Path
     finished = drain(engine)
     actual = reported(requests, finished)
     check_close(actual, _quantized_pass(model, requests, finished), mean=0.05, largest=0.5)
+
+
+def test_captured_steps_add_adapters_to_products_in_fp8(machine: Machine, tmp_path: Path) -> None:
+    """The adapters are large and change, so that a step without them or with old ones shows."""
+    if machine.trial:
+        pytest.skip("the interpreter has no products of bf16")
+    pair = make_pair(SHAPES["qwen2_64x7"], machine, tmp_path)
+    folder = adapt_folder(check_folder(str(pair.folder)), ALL, seed=SEED)
+    model = open_part(folder, WHOLE, dtype=torch.bfloat16, device=machine.device, operators=TRITON)
+    requests = requests_of(LENGTHS, samples=2, vocabulary=pair.theirs.config.vocab_size)
+    engine = _engine(model, machine)
+    for version, scale in enumerate((0.2, 0.1)):
+        with torch.no_grad():
+            for name, weight in model.module.named_parameters():
+                if name.endswith("lora_b"):
+                    weight.normal_(std=scale)
+        engine.settle()
+        engine.set_weights_version(version)
+        engine.add(requests)
+        finished = drain(engine)
+        actual = reported(requests, finished)
+        check_close(actual, _quantized_pass(model, requests, finished), mean=0.05, largest=0.5)
+        check_close(actual, full_pass(model, requests, finished), mean=0.12, largest=1.2)
