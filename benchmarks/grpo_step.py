@@ -128,10 +128,10 @@ def write_model(folder: Path, shape: Shape, *, mean_response: int | None, balanc
         dtype=torch.bfloat16,
         operators=operators_for(platform),
     )
+    if balanced:  # first, as it draws the embeddings anew
+        plant_balance(decoder)
     if mean_response is not None:
         plant_end(decoder, mean_response)
-    if balanced:
-        plant_balance(decoder)
     save_hf_folder(decoder, folder)
     del decoder
     if torch.accelerator.is_available():
