@@ -77,6 +77,7 @@ PAD, END = "<pad>", "<end>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 ASYNCHRONOUS = ("pipeline/", "training/lag/", "rollout_corr/")
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
+ENGINE_KEY = "actor_rollout_ref.rollout.name"
 REWARD = '''"""Cheap, and different for all samples of a prompt, so that no advantage is 0."""
 
 import zlib
@@ -253,6 +254,18 @@ def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], f
     return [json.loads(line) for line in metrics.read_text().splitlines()], first_step_s
 
 
+def engine_of(run_folder: Path, keys: Sequence[str]) -> str:
+    """Return the engine that generated. With verl's entry point, another one may replace an engine
+    that cannot be used; that is not what was to be measured.
+    """
+    roles = json.loads((run_folder / "config.json").read_text())["actor_rollout_ref"]
+    engine = roles["rollout"]["name"]
+    named = [key.partition("=")[2] for key in keys if key.startswith(f"{ENGINE_KEY}=")]
+    if named and named[-1] not in ("auto", engine):
+        sys.exit(f"{ENGINE_KEY}={named[-1]}: cannot be used here, and {engine} generated instead.")
+    return engine
+
+
 def summarize(records: list[dict[str, float]], *, devices: int) -> dict[str, Any]:
     """Times, rates (of one device) and memory of the counted steps."""
     steps = [r["perf/total_num_tokens"] / r["perf/wall_throughput"] / devices for r in records]
@@ -361,6 +374,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run_folder.parent.mkdir(parents=True, exist_ok=True)
         command = command_line(options, task, run_folder=run_folder)
         records, first_step_s = run(command, run_folder)
+        engine = engine_of(run_folder, options.keys)
     counted = records[options.warmup : options.warmup + options.steps]
     summary = summarize(counted, devices=options.devices)
     limits = {}
@@ -384,6 +398,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "devices": options.devices,
         "warmup": options.warmup,
         "started": " ".join(command),
+        "engine": engine,
         "first_step_s": first_step_s,
         **summary,
         **limits,

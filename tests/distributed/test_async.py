@@ -292,7 +292,7 @@ def spans(run: Path, track: str) -> list[tuple[float, float]]:
 def test_11_and_13_the_data_end_the_run_with_a_checkpoint_and_a_validation(finished: Run) -> None:
     run = finished("asynchronous")
     rows = metrics_of(run)
-    assert list(rows) == list(range(NUM_BATCHES + 1))
+    assert sorted(rows) == list(range(NUM_BATCHES + 1))
     assert validated(rows) == [0, 4, 8, 10]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == str(NUM_BATCHES)
     uids = [record["sample_id"] // 4 for record in read_lines(run / "rollouts.jsonl")]
@@ -327,8 +327,8 @@ def test_11_the_data_end_the_run_however_many_they_are(
 
 
 def validated(rows: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """The steps in whose rows a validation stands."""
-    return [step for step, row in rows.items() if any(n.startswith("val-") for n in row)]
+    """The steps in whose rows a validation stands. It may end after the step that follows it."""
+    return sorted(step for step, row in rows.items() if any(n.startswith("val-") for n in row))
 
 
 def test_22_a_run_that_was_killed_after_a_step_goes_on_with_every_other_prompt_once(

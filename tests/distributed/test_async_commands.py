@@ -66,7 +66,7 @@ def test_01_the_red_moe_command_trains_a_small_model_on_the_devices_it_names(
     assert ended.code == 0, ended.stderr
     run = tmp_path / "checkpoints/verl_async_rl_redmoe16b/run_1"
     rows = metrics_of(run)
-    assert list(rows) == [0, 1, 2, 3]
+    assert sorted(rows) == [0, 1, 2, 3]
     assert rows[3]["training/lag/max"] <= 1
     places = [tuple(record["tasks"]) for record in json.loads((run / "placement.json").read_text())]
     assert places == [("actor-train",), ("actor-train",), ("ref_logp",), ("generate",)]
