@@ -75,7 +75,6 @@ chaos: $(DEV_STAMP)
 test-gpu: $(DEV_STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)
 
-test-engines chaos: export VLLM_USE_V2_MODEL_RUNNER = 0
 test-engines chaos: export VLLM_CPU_OMP_THREADS_BIND = nobind
 test-engines chaos: export VLLM_NO_USAGE_STATS = 1
 test-engines chaos: export VLLM_LOGGING_LEVEL = ERROR

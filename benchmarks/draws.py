@@ -30,7 +30,7 @@ NUM_TOKENS = 256
 def keyed_draw(num_rows: int, device: torch.device) -> Rows:
     """Return the draws of a batch of sequences."""
     draw_rows = sampler.draw_rows if device.type == "cpu" else sampling.KernelDraws()
-    rows = Rows(device, draw_rows, log_probs=DrawnLogProbs())
+    rows = Rows(draw_rows, log_probs=DrawnLogProbs())
     for index in range(num_rows):
         stream = Stream(index, RULE, log_probs=[0.0] * NUM_TOKENS)
         rows.add(index, stream, token_ids=range(NUM_TOKENS))

@@ -5,12 +5,16 @@ It is for processes that others are forked from. vLLM does not find ray, which i
 reads its settings from the environment when it is imported, and each process has its own.
 """
 
+import os
 import sys
+from importlib import import_module
 
 from tandem.platforms.environment import set_defaults
-from tandem.rollout.vllm.library import ENVIRONMENT, import_engine, of_vllm
+from tandem.rollout.vllm.library import ENVIRONMENT, SECOND_RUNNER, import_engine, of_vllm
 
 set_defaults(ENVIRONMENT)
+if os.environ.get(SECOND_RUNNER) == "1":
+    import_module("tests.engines.second_runner")
 sys.modules["ray"] = None  # type: ignore[assignment]
 import_engine()
 of_vllm("v1.worker.cpu_worker", "CPUWorker")

@@ -26,6 +26,7 @@ from tandem.rollout.sglang.arguments import engine_arguments as sglang_arguments
 from tandem.rollout.sglang.keys import known_arguments as known_sglang_arguments
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.keys import known_arguments
+from tandem.rollout.vllm.second_runner import FIRST_VERSION
 from tests.engines.bench import open_spec, write_model
 
 RECORD = Path(__file__).with_name("vllm_signatures.json")
@@ -67,8 +68,17 @@ CALLED: Mapping[str, Sequence[str]] = {
     ),
     "config/vllm.py": ("set_current_vllm_config",),
     "engine/arg_utils.py": ("EngineArgs.create_engine_config",),
+    "v1/worker/gpu/sample/sampler.py": (
+        "Sampler.add_request",
+        "Sampler.__call__",
+        "Sampler.sample",
+    ),
 }
 """File of vLLM -> the functions that tandem calls or overrides."""
+OF_SECOND_RUNNER = set(CALLED["v1/worker/gpu/sample/sampler.py"])
+"""Those that versions before ``second_runner.FIRST_VERSION`` need not have."""
+INPUT_BATCH = ("idx_mapping_np", "num_computed_tokens_np", "num_scheduled_tokens", "prefill_len_np")
+"""What the draw reads of the second model runner's batch."""
 SGLANG_CALLED: Mapping[str, Sequence[str]] = {
     "srt/entrypoints/engine.py": (
         "Engine.__init__",
@@ -194,10 +204,22 @@ def test_v14_the_installed_package_has_the_recorded_signatures() -> None:
     assert signatures(Path(spec.origin).parent) == _record()[version]
 
 
+def test_v14_the_installed_package_has_what_the_draw_reads_of_a_batch() -> None:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs vllm: make test-engines")
+    fields = _fields(Path(spec.origin).parent / "v1/worker/gpu/input_batch.py")
+    assert set(INPUT_BATCH) <= fields["InputBatch"]
+
+
 def test_v14_every_recorded_version_has_what_tandem_calls() -> None:
     names = {name for called in CALLED.values() for name in called}
     for version, found in _record().items():
-        assert found.keys() == names, version
+        has_sampler = tuple(map(int, version.split(".")))[:2] >= FIRST_VERSION
+        assert found.keys() == (names if has_sampler else names - OF_SECOND_RUNNER), version
+        if has_sampler:
+            assert found["Sampler.add_request"][-1] == "sampling_params", version
+            assert found["Sampler.__call__"] == ["self", "logits", "input_batch"], version
         assert {"arrival_time", "priority"} <= set(found["LLMEngine.add_request"]), version
         assert "reset_running_requests" in found["LLMEngine.reset_prefix_cache"], version
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keyed draw as a logits processor of vLLM (the interface of its model runner V1).
+"""The keyed draw in vLLM: tokens are drawn as the native engines do, keyed by (seed, sample id,
+position). Log-probs are those of the temperature-scaled distribution before top-k and top-p.
 
-vLLM is asked for greedy tokens. The processor draws as the native engines do, and leaves only the
-drawn token, with its log-prob, which a server returns. Tokens are therefore keyed by (seed, sample
-id, position). Log-probs are those of the temperature-scaled distribution before top-k and top-p.
+In vLLM's first model runner, the draw is a logits processor. vLLM is asked for greedy tokens, and
+the processor leaves only the drawn token, with its log-prob, which a server returns. The second
+runner has a sampler instead (``second_runner``).
 
 Shapes: B rows, V vocabulary.
 """
@@ -11,7 +12,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tandem.models.operators import upload
 from tandem.rollout.keyed_random import uniforms
-from tandem.rollout.sampler import DrawRows, DrawRule, draw_rows
+from tandem.rollout.sampler import Draw, DrawRows, DrawRule, draw_rows
 from tandem.rollout.vllm.library import of_vllm
 from tandem.types import TokenIds
 
@@ -92,48 +93,55 @@ def _write(rows: Sequence[Stream], positions: Sequence[int], *, logp_B: Tensor) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """The streams of consecutive draws, and what does not change between these.
+class Batch:
+    """Streams whose tokens are drawn together, and what does not change between such draws.
 
     Attributes:
-        places: the row of each stream.
         key_B: int64 on the host, the key of each stream.
         rules: the same tuple in each draw, by which ``DrawRows`` knows it again.
     """
 
-    num_rows: int
-    places: Sequence[int]
     streams: Sequence[Stream]
     key_B: Tensor
     rules: tuple[DrawRule, ...]
     is_forced: bool
 
     @classmethod
-    def of(cls, rows: Mapping[int, Stream], num_rows: int) -> _Batch:
-        """Return the batch of the first ``num_rows`` rows."""
-        places = [index for index in range(num_rows) if index in rows]
-        streams = [rows[index] for index in places]
+    def of(cls, streams: Sequence[Stream]) -> Batch:
+        """Return the batch of the streams."""
         return cls(
-            num_rows,
-            places,
             streams,
             torch.tensor([stream.key for stream in streams], dtype=torch.int64),
             tuple(stream.rule for stream in streams),
             any(stream.forced for stream in streams),
         )
 
+    def draw(self, logits_BV: Tensor, position_B: Tensor, *, draw_rows: DrawRows) -> Draw:
+        """Draw a token of each stream, on the device of the logits.
+
+        Args:
+            position_B: int64 on the host, the index of the drawn token in its response.
+        """
+        # On the host: a dozen operations on a few numbers take a device longer to start.
+        uniform_B = uniforms(self.key_B, position_B[:, None])[:, 0]
+        return draw_rows(
+            logits_BV,
+            upload(uniform_B, logits_BV.device),
+            rules=self.rules,
+            forced=_forced(self.streams, position_B.tolist()) if self.is_forced else {},
+        )
+
 
 class Rows:
     """The streams of the rows of vLLM's batch, whose tokens ``draw_rows`` draws."""
 
-    def __init__(
-        self, device: torch.device, draw_rows: DrawRows, *, log_probs: DrawnLogProbs | None
-    ) -> None:
-        self._device = device
+    def __init__(self, draw_rows: DrawRows, *, log_probs: DrawnLogProbs | None) -> None:
         self._draw_rows = draw_rows
         self._log_probs = log_probs
         self._rows: dict[int, Stream] = {}
-        self._batch = _Batch.of({}, 0)
+        self._num_rows = 0
+        self._places: list[int] = []
+        self._batch = Batch.of(())
 
     def add(self, index: int, stream: Stream | None, *, token_ids: Sequence[int]) -> None:
         """Put a stream into a row; None: vLLM draws the tokens of the row.
@@ -161,34 +169,29 @@ class Rows:
         self._forget_batch()
 
     def _forget_batch(self) -> None:
-        self._batch = _Batch.of({}, 0)
+        self._num_rows = 0
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Draw a token per row with a stream. Return minus infinity except at these tokens, which
         have their log-prob there. All other rows stay as they are.
         """
-        if self._batch.num_rows != len(logits_BV):
-            self._batch = _Batch.of(self._rows, len(logits_BV))
-        batch = self._batch
-        if len(batch.places) == len(logits_BV):
-            return self._draw(logits_BV, batch)
-        if batch.places:
-            place_R = upload(torch.tensor(batch.places), logits_BV.device)
-            logits_BV[place_R] = self._draw(logits_BV[place_R], batch)
+        if self._num_rows != len(logits_BV):
+            self._num_rows = len(logits_BV)
+            self._places = [index for index in range(self._num_rows) if index in self._rows]
+            self._batch = Batch.of([self._rows[index] for index in self._places])
+        if len(self._places) == len(logits_BV):
+            return self._draw(logits_BV)
+        if self._places:
+            place_R = upload(torch.tensor(self._places), logits_BV.device)
+            logits_BV[place_R] = self._draw(logits_BV[place_R])
         return logits_BV
 
-    def _draw(self, logits_BV: Tensor, batch: _Batch) -> Tensor:
-        positions = [len(stream.token_ids) for stream in batch.streams]
-        # On the host: a dozen operations on a few numbers take a device longer to start.
-        uniform_B = uniforms(batch.key_B, torch.tensor(positions)[:, None])[:, 0]
-        draw = self._draw_rows(
-            logits_BV,
-            upload(uniform_B, self._device),
-            rules=batch.rules,
-            forced=_forced(batch.streams, positions) if batch.is_forced else {},
-        )
+    def _draw(self, logits_BV: Tensor) -> Tensor:
+        streams = self._batch.streams
+        positions = [len(stream.token_ids) for stream in streams]
+        draw = self._batch.draw(logits_BV, torch.tensor(positions), draw_rows=self._draw_rows)
         if self._log_probs is not None:
-            self._log_probs.note(batch.streams, positions, logp_B=draw.logp_B)
+            self._log_probs.note(streams, positions, logp_B=draw.logp_B)
         # Not NaN, of which vLLM's greedy choice may pick another token.
         shown_B1 = draw.logp_B[:, None].nan_to_num(nan=NOT_FINITE)
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
@@ -223,7 +226,7 @@ def processor_class(
         """A logits processor that leaves only the token of the keyed draw."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-            self._rows = Rows(device, draw_rows, log_probs=log_probs)
+            self._rows = Rows(draw_rows, log_probs=log_probs)
 
         def is_argmax_invariant(self) -> bool:
             """Return False: the likeliest token changes."""

@@ -2,9 +2,9 @@
 """vLLM's ``LLMEngine`` as a rollout engine, in the process of the worker.
 
 There are no child processes and no ports. Tokens are drawn by the keyed draw of the native engines
-(``draw``), and weights come through vLLM's own loader (``weights``). After each update a canary
-must have the trainer's log-probs before any completion is returned (``canary``). Prefix caches are
-keyed by weights version, and emptied unless the engine keeps its cache.
+(``draw``, ``second_runner``), and weights come through vLLM's own loader (``weights``). After each
+update a canary must have the trainer's log-probs before any completion is returned (``canary``).
+Prefix caches are keyed by weights version, and emptied unless the engine keeps its cache.
 
 A run may have several engines, each on one device or split over several (``ranks``).
 """
@@ -38,12 +38,14 @@ from tandem.rollout.vllm.draw import GREEDY, DrawnLogProbs, Stream, processor_cl
 from tandem.rollout.vllm.experts import compute_own_experts_on_cpus
 from tandem.rollout.vllm.library import (
     ENVIRONMENT,
+    SECOND_RUNNER,
     import_engine,
     of_vllm,
     register_model,
     undisturbed_process,
 )
 from tandem.rollout.vllm.ranks import Ranks
+from tandem.rollout.vllm.second_runner import FIRST_VERSION, KeyedSampler
 from tandem.rollout.vllm.weights import LoadedModel, VllmSink
 from tandem.types import Completion, GenerationRequest, TokenIds
 
@@ -72,7 +74,7 @@ class VllmRolloutEngine:
     """An ``api.RolloutEngine`` over a vLLM engine, which ``build`` makes."""
 
     def __init__(self, spec: EngineSpec, engine: Any, *, draws: _Draws, ranks: Ranks) -> None:
-        """Take ``engine``, whose logits processor makes ``draws``."""
+        """Take ``engine``, whose tokens are drawn by ``draws``."""
         self._spec, self._engine, self._ranks = spec, engine, ranks
         self._streams, self._log_probs = draws.streams, draws.log_probs
         config, cache = spec.config, engine.vllm_config.cache_config
@@ -173,6 +175,7 @@ class VllmRolloutEngine:
         ):
             raise EngineFailure("vLLM did not empty its prefix cache")
         self._version = version
+        self._log_probs.read()  # by which the second model runner counts tokens
         for sample in self._samples.values():
             sample.stream.use_version(version)
         if is_new:
@@ -388,25 +391,31 @@ def _start(
     arguments: Mapping[str, Any],
     executor: type,
 ) -> Any:
-    """Return vLLM's engine, whose logits processor makes ``draws``."""
-    processor = processor_class(
-        lambda params: draws.streams[params.extra_args["stream"]],
-        log_probs=draws.log_probs,
-        draw_rows=_draw_rows(spec),
-    )
-    given = of_vllm("", "EngineArgs")(
-        **arguments,
-        logits_processors=[processor],
-        distributed_executor_backend=executor,
-    )
+    """Return vLLM's engine, whose tokens are drawn by ``draws``."""
+
+    def stream_of(params: Any) -> Stream:
+        return draws.streams[params.extra_args["stream"]]
+
+    draw = _draw_rows(spec)
+    if of_vllm("", "__version_tuple__")[:2] < FIRST_VERSION:
+        set_defaults({SECOND_RUNNER: "0"})
+    given = of_vllm("", "EngineArgs")(**arguments, distributed_executor_backend=executor)
     register_model(Path(arguments["model"]))  # after vLLM's plug-ins, which may register others
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
     vllm_config = given.create_engine_config(usage)
-    if vllm_config.use_v2_model_runner:
-        raise EngineFailure("vLLM: unset the environment variable VLLM_USE_V2_MODEL_RUNNER")
-    return of_vllm("v1.engine.llm_engine", "LLMEngine")(
+    draws_in_sampler = vllm_config.use_v2_model_runner
+    if not draws_in_sampler:
+        processor = processor_class(stream_of, log_probs=draws.log_probs, draw_rows=draw)
+        vllm_config.model_config.logits_processors = [processor]
+    engine = of_vllm("v1.engine.llm_engine", "LLMEngine")(
         vllm_config, executor, log_stats=not spec.config.disable_log_stats, multiprocess_mode=False
     )
+    if draws_in_sampler:
+        runner = engine.model_executor.driver_worker.model_runner
+        runner.sampler = KeyedSampler(
+            runner.sampler, stream_of, log_probs=draws.log_probs, draw_rows=draw
+        )
+    return engine
 
 
 def _draw_rows(spec: EngineSpec) -> DrawRows:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""The variable that chooses between vLLM's model runners; without it, vLLM chooses."""
 ENVIRONMENT: Mapping[str, str] = {
-    # Tokens are drawn by a logits processor, which the second model runner lacks.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     # The process also trains: its threads are not vLLM's to bind.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",

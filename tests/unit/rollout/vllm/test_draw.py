@@ -89,7 +89,7 @@ def test_on_a_cpu_they_are_there_at_once() -> None:
 def test_a_row_goes_on_after_an_interruption(log_probs: DrawnLogProbs | None) -> None:
     """A server has a new stream then. In a run, the stream has the log-probs of earlier tokens."""
     row = Stream(0, GREEDY, log_probs=[] if log_probs is None else [-1.0, -2.0])
-    rows = Rows(torch.device("cpu"), draw_rows, log_probs=log_probs)
+    rows = Rows(draw_rows, log_probs=log_probs)
     rows.add(0, row, token_ids=[5, 6])
     drawn_BV = rows.draw(torch.tensor([[0.0, 3.0, 1.0]]))
     assert int(drawn_BV.argmax()) == 1
@@ -102,7 +102,7 @@ def _tokens(rows: Rows, logits_BV: torch.Tensor) -> list[int]:
 
 def _placed(places: dict[int, Stream]) -> Rows:
     """Rows that have never drawn before."""
-    rows = Rows(torch.device("cpu"), draw_rows, log_probs=None)
+    rows = Rows(draw_rows, log_probs=None)
     for index, stream in places.items():
         rows.add(index, stream, token_ids=stream.token_ids)
     return rows
