@@ -12,7 +12,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Stream:
         key: the key of its random numbers.
         forced: tokens that are taken instead of drawn ones, with their log-probs; empty for
             samples.
-        token_ids: the tokens so far, which vLLM appends to.
+        token_ids: the tokens so far, which vLLM appends to, or something else as long.
         log_probs: the log-prob of each. The last one may belong to a token that vLLM discards and
             draws again, because its prompt was cut into chunks.
         versions: (index, version) of the first token of each weights version, as in ``complete``.
@@ -47,7 +47,7 @@ class Stream:
     key: int
     rule: DrawRule
     forced: TokenIds = ()
-    token_ids: Sequence[int] = ()
+    token_ids: Sized = ()
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
 

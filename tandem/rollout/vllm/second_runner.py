@@ -57,7 +57,7 @@ class KeyedSampler:
         """Put a request into a place. Its sampling parameters come last."""
         self._sampler.add_request(place, *given)
         stream = self._stream_of(given[-1])
-        stream.token_ids = stream.log_probs  # as many; the tokens are on the device
+        stream.token_ids = stream.log_probs  # the tokens are on the device
         self._streams[place] = stream
         self._places = b""
 
@@ -83,7 +83,7 @@ class KeyedSampler:
         )
         streams, logp_B = self._batch.streams, draw.logp_B
         if len(drawing) < len(streams):
-            streams = [streams[index] for index in drawing]
+            streams = [streams[index] for index in drawing.tolist()]
             logp_B = logp_B[upload(torch.from_numpy(drawing), logp_B.device)]
         self._log_probs.note(streams, position_B[drawing].tolist(), logp_B=logp_B)
         return draw.token_B, logits_BV
