@@ -97,7 +97,7 @@ def enter(
     """
     os.umask(0o077)
     os.chdir(scratch or "/")
-    user = _hand_over(scratch) if layers.user and scratch else None
+    user = hand_over(scratch) if layers.user and scratch else None
     if layers.chroot:
         change_root(scratch)
     _set_limits(limits, has_own_user=layers.user)
@@ -152,7 +152,7 @@ def _own_user() -> int:
     return _FIRST_USER + os.getpid() % _NUM_USERS
 
 
-def _hand_over(scratch: str) -> int:
+def hand_over(scratch: str) -> int:
     """Give a folder to the user of this execution, or keep that of an earlier one; return it."""
     owner = os.stat(scratch).st_uid
     if owner in range(_FIRST_USER, _FIRST_USER + _NUM_USERS):

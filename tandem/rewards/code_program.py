@@ -26,10 +26,18 @@ import tempfile
 import time
 import traceback
 import types
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from tandem.children.jail import JailLimits, Layers, enter, readable_paths
+from tandem.children.jail import (
+    JailLimits,
+    Layers,
+    become_other_user,
+    enter,
+    hand_over,
+    readable_paths,
+)
 from tandem.children.jail_trial import find_layers, lost_protections, try_protections
 from tandem.children.scratch import ScratchPlace, has_too_much
 
@@ -79,12 +87,14 @@ class Surroundings:
 
     Attributes:
         names: names that they may use without an import.
-        layers: the layers of their jail; None where the kernel does not hold them.
+        layers: the layers of protection that they can put on.
+        is_jailed: whether these are enough for the jail.
         place: the place of their folders.
     """
 
     names: dict[str, Any]
-    layers: Layers | None
+    layers: Layers
+    is_jailed: bool
     readable: tuple[str, ...]
     place: ScratchPlace
 
@@ -120,6 +130,8 @@ def _serve(descriptors: list[int], surroundings: Surroundings, *, parent: int) -
         os.dup2(errors, 2)
         os.close(errors)
         if os.getppid() == parent:  # else it has ended before it was asked to end this process
+            if not surroundings.is_jailed:
+                _go_first()
             _run_all(given, written, surroundings=replace(surroundings, place=ScratchPlace()))
             code = 0
     except BaseException:
@@ -128,6 +140,15 @@ def _serve(descriptors: list[int], surroundings: Surroundings, *, parent: int) -
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _go_first() -> None:
+    """Let this process, but not those that it forks, run before all others, if it may.
+
+    A program whose processes the kernel does not limit would not let it count them otherwise.
+    """
+    with suppress(OSError):  # root may do so
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def _run_all(given: int, written: int, *, surroundings: Surroundings) -> None:
@@ -150,7 +171,7 @@ def _find_surroundings() -> Surroundings:
     layers = find_layers()
     is_held = not lost_protections(try_protections(layers, readable))
     names = _open_names()
-    return Surroundings(names, layers if is_held else None, readable, ScratchPlace())
+    return Surroundings(names, layers, is_held, readable, ScratchPlace())
 
 
 def _run(job: dict[str, Any], entry: Any, *, surroundings: Surroundings, left_s: float) -> Any:
@@ -252,13 +273,13 @@ def _become(program: Program, surroundings: Surroundings) -> None:
     """Turn this forked process into the program: it does not return."""
     code = 1
     try:
-        if surroundings.layers is not None:
+        if surroundings.is_jailed:
             arguments = _connect(program)
             _limit(program)
             _enter_jail(program, surroundings.layers, readable=surroundings.readable)
             code = _execute(program, surroundings.names, arguments=arguments)
         else:
-            code = _become_apart(program, surroundings.names)
+            code = _become_apart(program, surroundings)
     finally:
         os._exit(code)
 
@@ -272,10 +293,19 @@ def _enter_jail(program: Program, layers: Layers, *, readable: tuple[str, ...]) 
     enter(limits, layers, parent=program.parent, readable=readable, scratch=program.folder)
 
 
-def _become_apart(program: Program, names: dict[str, Any]) -> int:
-    """Execute the program outside of a jail, in namespaces if possible; return its exit code."""
+def _become_apart(program: Program, surroundings: Surroundings) -> int:
+    """Execute the program outside of a jail; return its exit code.
+
+    It has a user and namespaces of its own where it may. The kernel does not limit the number of
+    root's processes, and thousands may be there before this one's parent has counted them.
+    """
+    has_own_user = surroundings.layers.user
     _end_with_parent()
     os.setsid()
+    os.chdir(program.folder)
+    if has_own_user:
+        become_other_user(hand_over(program.folder))
+        _end_with_parent()  # again, as the change of user clears it
     is_apart = _LIBC.unshare(_NAMESPACES) == 0  # where the kernel permits it
     inner = os.fork()
     if inner:
@@ -283,11 +313,10 @@ def _become_apart(program: Program, names: dict[str, Any]) -> int:
         return 0 if status == 0 else 1
     _end_with_parent()
     arguments = _connect(program)
-    os.chdir(program.folder)
     _limit(program)
-    if is_apart:  # else it would count all processes of the user
+    if is_apart or has_own_user:  # else it would count all processes of the user
         _lower(resource.RLIMIT_NPROC, MAX_PROCESSES)
-    return _execute(program, names, arguments=arguments)
+    return _execute(program, surroundings.names, arguments=arguments)
 
 
 def _limit(program: Program) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tandem.children.code_jail import survey_protections
-from tandem.children.jail_trial import lost_protections
+from tandem.children.jail_trial import find_layers, lost_protections
 from tandem.rewards import code_answer
 from tandem.rewards.code_answer import (
     Cases,
@@ -242,10 +242,24 @@ def test_attacks_give_no_right_answer_without_a_jail(name: str):
 
 
 @pytest.mark.usefixtures("without_jail")
+@pytest.mark.skipif(not find_layers().user, reason="only root gives programs users of their own")
+def test_the_kernel_limits_the_processes_of_a_program_without_a_jail():
+    """The judge counts them, too, but it may get no processor while they multiply."""
+    source = (
+        "import os, time\nstarted = 0\ntry:\n    while started < 100:\n"
+        "        if os.fork() == 0: time.sleep(100)\n        started += 1\n"
+        "except OSError: pass\nprint(0 < started < 17)"
+    )
+    assert passes(source, {"inputs": [""], "outputs": ["True"]})
+
+
+@pytest.mark.usefixtures("without_jail")
 def test_a_program_without_a_jail_runs_as_before():
     assert passes(last_program(RIGHT), SUM)
     source = "import os\nprint(os.waitpid(os.fork() or os._exit(3), 0)[1] >> 8)"
     assert passes(source, {"inputs": [""], "outputs": ["3"]}), "it may fork"
+    source = "import os\nprint(os.sched_getscheduler(0) == os.SCHED_OTHER)"
+    assert passes(source, {"inputs": [""], "outputs": ["True"]}), "it does not go before others"
 
 
 def runners() -> list[psutil.Process]:

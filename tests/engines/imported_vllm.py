@@ -13,9 +13,9 @@ from tandem.platforms.environment import set_defaults
 from tandem.rollout.vllm.library import ENVIRONMENT, SECOND_RUNNER, import_engine, of_vllm
 
 set_defaults(ENVIRONMENT)
+sys.modules["ray"] = None  # type: ignore[assignment]
 if os.environ.get(SECOND_RUNNER) == "1":
     import_module("tests.engines.second_runner")
-sys.modules["ray"] = None  # type: ignore[assignment]
 import_engine()
 of_vllm("v1.worker.cpu_worker", "CPUWorker")
 of_vllm("v1.worker.cpu_model_runner", "CPUModelRunner")

@@ -5,12 +5,15 @@ V7: an engine that is built again draws them again.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tandem.rollout.factory import build_dense
 from tandem.rollout.vllm.engine import VllmRolloutEngine, build
@@ -71,6 +74,17 @@ def test_v6_tokens_are_those_of_the_native_engine(
     assert tokens_of(found) == tokens_of(expected)
     for sample_id, one in expected.items():
         assert found[sample_id].log_probs == pytest.approx(list(one.log_probs), abs=MAX_ERROR)
+
+
+def test_generation_leaves_the_random_states_of_the_process(folder: Path) -> None:
+    """Rewards and agents may draw from them in a run of one process."""
+    with running(build, open_spec(folder)) as bench:
+        of_python, of_torch = random.getstate(), torch.get_rng_state()
+        of_numpy = np.random.get_state()[1:]
+        bench.generate(requests(num_prompts=2, n=2))
+        assert random.getstate() == of_python
+        assert torch.equal(torch.get_rng_state(), of_torch)
+        assert str(np.random.get_state()[1:]) == str(of_numpy)
 
 
 @pytest.mark.parametrize("scheduling", [nullcontext, scheduling_ahead])

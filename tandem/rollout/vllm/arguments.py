@@ -75,4 +75,6 @@ def _cache_bytes(spec: EngineSpec, *, num_rows: int, length: int | None) -> int:
         return min(total // 16, 2 * needed)
     weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
     weights //= spec.config.ranks_per_engine
-    return max(1, int(total * spec.config.gpu_memory_utilization) - weights)
+    # The second model runner counts each token of each row, as int32.
+    counts = num_rows * spec.model.lm_head_weight.shape[0] * 4
+    return max(1, int(total * spec.config.gpu_memory_utilization) - weights - counts)

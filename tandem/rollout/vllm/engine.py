@@ -252,6 +252,7 @@ class VllmRolloutEngine:
         self._streams[name] = stream
         params = of_vllm("sampling_params", "SamplingParams")(
             temperature=0.0,
+            seed=0,  # unused; without one, the second model runner takes numpy's next number
             max_tokens=length,
             detokenize=False,
             ignore_eos=not eos_ids,
@@ -397,13 +398,15 @@ def _start(
         return draws.streams[params.extra_args["stream"]]
 
     draw = _draw_rows(spec)
-    if of_vllm("", "__version_tuple__")[:2] < FIRST_VERSION:
+    if is_old := of_vllm("", "__version_tuple__")[:2] < FIRST_VERSION:
         set_defaults({SECOND_RUNNER: "0"})
     given = of_vllm("", "EngineArgs")(**arguments, distributed_executor_backend=executor)
     register_model(Path(arguments["model"]))  # after vLLM's plug-ins, which may register others
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
     vllm_config = given.create_engine_config(usage)
     draws_in_sampler = vllm_config.use_v2_model_runner
+    if draws_in_sampler and is_old:
+        raise EngineFailure(f"vLLM: unset the environment variable {SECOND_RUNNER}")
     if not draws_in_sampler:
         processor = processor_class(stream_of, log_probs=draws.log_probs, draw_rows=draw)
         vllm_config.model_config.logits_processors = [processor]
