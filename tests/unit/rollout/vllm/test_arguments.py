@@ -76,8 +76,9 @@ def test_v13_on_an_accelerator(spec: EngineSpec) -> None:
     platform = replace(CPU, device_type="cuda", total_memory_bytes=lambda: 10_000_000)
     spec = replace(spec, platform=platform)
     weights = sum(weight.nbytes for weight in spec.model.module.parameters())
-    found = arguments(spec, gpu_memory_utilization=0.25, free_cache_engine=True)
-    assert found["kv_cache_memory_bytes"] == 2_500_000 - weights
+    found = arguments(spec, gpu_memory_utilization=0.25, free_cache_engine=True, max_num_seqs=7)
+    counts = (7 + 1) * spec.model.lm_head_weight.shape[0] * 4
+    assert found["kv_cache_memory_bytes"] == 2_500_000 - weights - counts
     assert found["gpu_memory_utilization"] == 0.25, "vLLM's own 0.92 may not be free"
     assert "gpu_memory_utilization" not in engine_arguments(replace(spec, platform=CPU))
     assert arguments(spec, quantization="fp8")["quantization"] == "fp8"
