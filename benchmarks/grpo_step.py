@@ -255,8 +255,8 @@ def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], f
 
 
 def engine_of(run_folder: Path, keys: Sequence[str]) -> str:
-    """Return the engine that generated. With verl's entry point, another one may replace an engine
-    that cannot be used; that is not what was to be measured.
+    """Return the engine that generated. End the benchmark if it is not the one that ``keys`` name:
+    verl's entry point replaces an engine that cannot be used.
     """
     roles = json.loads((run_folder / "config.json").read_text())["actor_rollout_ref"]
     engine = roles["rollout"]["name"]
