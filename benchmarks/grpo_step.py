@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -233,9 +233,14 @@ def memory_keys(options: argparse.Namespace) -> list[str]:
 
 def steps_ahead(keys: Sequence[str]) -> int:
     """The lag that further keys ask for: so many steps at the end generate nothing new."""
-    name = "trainer.generate_ahead_steps="
-    values = [int(key.removeprefix(name)) for key in keys if key.startswith(name)]
-    return values[-1] if values and "trainer.async_pipeline=True" in keys else 0
+    ahead = value_of(keys, "trainer.generate_ahead_steps")
+    return int(ahead) if ahead and "trainer.async_pipeline=True" in keys else 0
+
+
+def value_of(keys: Sequence[str], name: str) -> str | None:
+    """Return the last value that further keys give a key; None if they do not name it."""
+    values = [value for key, _, value in (word.partition("=") for word in keys) if key == name]
+    return values[-1] if values else None
 
 
 def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], float]:
@@ -260,9 +265,9 @@ def engine_of(run_folder: Path, keys: Sequence[str]) -> str:
     """
     roles = json.loads((run_folder / "config.json").read_text())["actor_rollout_ref"]
     engine = roles["rollout"]["name"]
-    named = [key.partition("=")[2] for key in keys if key.startswith(f"{ENGINE_KEY}=")]
-    if named and named[-1] not in ("auto", engine):
-        sys.exit(f"{ENGINE_KEY}={named[-1]}: cannot be used here, and {engine} generated instead.")
+    named = value_of(keys, ENGINE_KEY)
+    if named not in (None, "auto", engine):
+        sys.exit(f"{ENGINE_KEY}={named}: cannot be used here, and {engine} generated instead.")
     return engine
 
 
@@ -305,9 +310,15 @@ def pipeline(records: list[dict[str, float]]) -> dict[str, float]:
 
 def trains_adapters(keys: Sequence[str]) -> bool:
     """Whether further keys freeze the weights under adapters."""
-    name = "actor_rollout_ref.model.lora_rank="
-    values = [int(key.removeprefix(name)) for key in keys if key.startswith(name)]
-    return bool(values and values[-1])
+    return bool(int(value_of(keys, "actor_rollout_ref.model.lora_rank") or 0))
+
+
+def of_one_device(workload: Workload, options: argparse.Namespace) -> Workload:
+    """Return the share of a device: the workload, unless further keys say how many prompts all
+    devices get.
+    """
+    batch = value_of(options.keys, "data.train_batch_size")
+    return replace(workload, prompts=int(batch) // options.devices) if batch else workload
 
 
 def compare_to_limits(
@@ -365,7 +376,7 @@ def parse() -> argparse.Namespace:
 
 def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The JSON object."""
-    shape, workload = MODELS[options.model], TASKS[options.workload]
+    shape, workload = MODELS[options.model], of_one_device(TASKS[options.workload], options)
     task = prepare(folder, options)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         run_folder = options.keep or Path(temporary) / "run"

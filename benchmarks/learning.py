@@ -3,11 +3,15 @@
 
     python benchmarks/learning.py --folder FOLDER [--tasks words sorting counting]
     [--algorithms grpo dapo ...] [--seeds 0 1 2] [--steps 80 40 40] [--output FILE] [--plot FILE]
+    [--hidden 1024 --layers 12 --warm-start key=value ...] [key=value ...]
 
 Every run of a task and a seed starts from the same model, which was fine-tuned on demonstrations of
 mixed quality. Keys other than those of ``ALGORITHMS`` are the quickstart's, so no rate is tuned for
 an algorithm. Each run is one process with one thread. A run that is in the folder already is not
 repeated. The curve is the greedy accuracy on 256 held-out problems.
+
+``--hidden`` and ``--layers`` make a larger model of the same family, for an accelerator. The last
+arguments are keys of all GRPO runs, and ``--warm-start`` those of the fine-tuning before.
 """
 
 import argparse
@@ -16,13 +20,16 @@ import os
 import statistics
 import subprocess
 import sys
-from datetime import date
+from collections.abc import Sequence
 from pathlib import Path
 
+from measure import describe
 from processes import children_end, start
 
 from tandem.quickstart.command import warm_start
 from tandem.quickstart.materials import DATA_SOURCE, TASKS, Materials, prepare
+from tandem.quickstart.model import ModelSize, write_model
+from tandem.quickstart.tokenizer import END_ID, PAD_ID
 from tandem.report.run_folder import read_run
 
 RECIPE = Path(__file__).parents[1] / "tandem/quickstart/grpo.yaml"
@@ -66,17 +73,51 @@ Curve = dict[int, float]
 """The accuracy by step."""
 
 
-def warm_model(folder: Path, task: str, *, seed: int) -> tuple[Materials, Path]:
+def size_of(options: argparse.Namespace) -> ModelSize | None:
+    """Return the sizes of a larger model, with heads of 64 numbers; None for the quickstart's."""
+    if options.hidden is None:
+        return None
+    heads = options.hidden // 64
+    return ModelSize(
+        hidden=options.hidden,
+        num_layers=options.layers,
+        num_heads=heads,
+        num_kv_heads=max(heads // 4, 1),
+        intermediate=4 * options.hidden,
+    )
+
+
+def warm_model(
+    folder: Path, task: str, *, seed: int, options: argparse.Namespace
+) -> tuple[Materials, Path]:
     """Make the files and the fine-tuned model of a task, unless they are there."""
     materials = prepare(folder / "materials", seed=seed, task=TASKS[task])
+    size = size_of(options)
+    if size is not None:
+        vocabulary = json.loads((materials.model / "config.json").read_text())["vocab_size"]
+        write_model(
+            materials.model,
+            num_tokens=vocabulary,
+            eos_id=END_ID,
+            pad_id=PAD_ID,
+            seed=seed,
+            size=size,
+        )
     latest = folder / "sft" / "latest_checkpointed_iteration.txt"
     if latest.exists():
         return materials, folder / "sft" / f"global_step_{latest.read_text()}" / "actor"
-    return materials, warm_start(materials, folder / "sft", seed=seed)
+    return materials, warm_start(materials, folder / "sft", seed=seed, keys=options.warm_start)
 
 
 def train(
-    folder: Path, materials: Materials, *, model: Path, algorithm: str, seed: int, steps: int
+    folder: Path,
+    materials: Materials,
+    *,
+    model: Path,
+    algorithm: str,
+    seed: int,
+    steps: int,
+    keys: Sequence[str],
 ) -> Curve:
     """Train with an algorithm, unless that run is there; return its curve."""
     if not (folder / "ended").exists():
@@ -94,6 +135,7 @@ def train(
             "trainer.save_freq=0",
             "trainer.logger=[]",
             *ALGORITHMS[algorithm],
+            *keys,
         ]
         process = start(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         _, stderr = process.communicate()
@@ -154,23 +196,32 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", type=int, default=[80, 40, 40], help="by task")
     parser.add_argument("--output", type=Path, help="write the JSON object here too")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG file")
-    options = parser.parse_args()
+    parser.add_argument("--hidden", type=int, help="numbers of a token, in place of 64")
+    parser.add_argument("--layers", type=int, default=12, help="with --hidden")
+    parser.add_argument("--warm-start", nargs="+", default=[], help="further keys of tandem sft")
+    parser.add_argument("keys", nargs="*", help="further keys of tandem train")
+    options = parser.parse_intermixed_args()
     results: dict[str, dict[str, dict[str, object]]] = {}
     for task, steps in zip(options.tasks, options.steps, strict=True):
         curves: dict[str, dict[str, Curve]] = {name: {} for name in options.algorithms}
         for seed in options.seeds:
             own = options.folder / f"{task}-{seed}"
-            materials, model = warm_model(own, task, seed=seed)
+            materials, model = warm_model(own, task, seed=seed, options=options)
             for name in options.algorithms:
                 curves[name][str(seed)] = train(
-                    own / name, materials, model=model, algorithm=name, seed=seed, steps=steps
+                    own / name,
+                    materials,
+                    model=model,
+                    algorithm=name,
+                    seed=seed,
+                    steps=steps,
+                    keys=options.keys,
                 )
                 last = list(curves[name][str(seed)].values())
                 print(f"{task:8} {seed} {name:6} {last[0]:.3f} -> {last[-1]:.3f}", flush=True)
         results[task] = {name: summarise(own) for name, own in curves.items()}
     result = {
-        "date": date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
+        **describe(),
         "steps": options.steps,
         "samples_per_step": 256,
         "tasks": results,

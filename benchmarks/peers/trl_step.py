@@ -99,6 +99,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=float, default=0.35, help="vLLM's share of the memory")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument(
+        "--sleep", action="store_true", help="vLLM gives its memory back while TRL trains"
+    )
+    parser.add_argument(
         "--correction",
         action="store_true",
         help="TRL's default: score rollouts too, report and correct the difference",
@@ -165,7 +168,7 @@ def settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any
         chosen |= {
             "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": options.gpu_memory,
-            "vllm_enable_sleep_mode": False,
+            "vllm_enable_sleep_mode": options.sleep,
             "vllm_max_model_length": task["prompt"] + task["response"],
             "vllm_importance_sampling_correction": options.correction,
         }
