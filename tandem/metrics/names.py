@@ -92,7 +92,9 @@ METRICS = (
     Metric("reward/failures", "samples", "samples without a reward"),
     Metric("reward/zero_variance_group_ratio", _SHARE, "groups whose samples all score the same"),
     Metric(
-        f"num_turns/{_STATISTIC}", "turns", "turns of an episode's policy and environment, and 1"
+        f"num_turns/{_STATISTIC}",
+        "turns",
+        "1 plus the number of turns of policy and environment in an episode",
     ),
     Metric("agent/calls/<mean|max>", "calls", "the calls of tools of an episode"),
     Metric(
@@ -103,10 +105,14 @@ METRICS = (
         "agent/end/<answer|done|turns|length|deadline|failed>", _SHARE, "episodes that ended so"
     ),
     Metric("agent/forks/<reason>", "forks", "conversations that went on from other tokens"),
-    Metric("agent/failed", "samples", "episodes without a reward: a tool failed, or too late"),
+    Metric(
+        "agent/failed",
+        "samples",
+        "episodes without a reward: a tool failed, or the deadline passed",
+    ),
     Metric("agent/wait_s/<mean|max>", _SECONDS, "the wait of an episode for its environment"),
     Metric("agent/drawn_tokens/mean", _TOKENS, "the tokens that the policy drew in an episode"),
-    Metric("agent/given_share", _SHARE, "response tokens that the environment gave"),
+    Metric("agent/given_share", _SHARE, "response tokens that came from the environment"),
     Metric(f"<response|prompt>_length/{_STATISTIC}", _TOKENS, "the lengths"),
     Metric("<response|prompt>_length/clip_ratio", _SHARE, "sequences of the maximum length"),
     Metric(f"response_length_non_aborted/{_STATISTIC}", _TOKENS, "the lengths above 0"),
@@ -161,7 +167,11 @@ METRICS = (
     ),
     Metric("rollout_corr/<training|rollout>_ppl", "", "the perplexity, mean over sequences"),
     Metric("rollout_corr/<training|rollout>_log_ppl", _NATS, "its logarithm, mean over sequences"),
-    Metric("rollout_corr/log_ppl_diff_<max|min>", _NATS, "the extreme of a sequence"),
+    Metric(
+        "rollout_corr/log_ppl_diff_<max|min>",
+        _NATS,
+        "the largest and the smallest difference of a sequence",
+    ),
     Metric("rollout_corr/log_ppl_<diff|abs_diff>", _NATS, "the difference of log-perplexities"),
     Metric("rollout_corr/ppl_ratio", "", "the ratio of perplexities, trainer to rollout"),
     Metric("rollout_corr/chi2_<token|seq>", "", "the chi-squared divergence"),
@@ -174,7 +184,11 @@ METRICS = (
     Metric("perf/throughput", "tokens/s", "the tokens of a step per second and device"),
     Metric("perf/wall_throughput", "tokens/s", "the same, including data and validation"),
     Metric("perf/mfu/actor", _SHARE, "the update's model flops relative to the devices' peak"),
-    Metric("perf/max_memory_<allocated|reserved>_gb", "GiB", "the peak of the device's allocator"),
+    Metric(
+        "perf/max_memory_<allocated|reserved>_gb",
+        "GiB",
+        "the peak of the device's allocator, with memory that a sleeping vLLM has released",
+    ),
     Metric("perf/cpu_memory_used_gb", "GiB", "the memory in use on the driver's host"),
     Metric("perf/decode_step_s/fixed", _SECONDS, "the fixed part of a decode step"),
     Metric("perf/decode_step_s/per_sequence", _SECONDS, "the part of a decode step per sequence"),
@@ -182,7 +196,11 @@ METRICS = (
     Metric("global_seqlen/minmax_diff", _TOKENS, "their difference"),
     Metric("global_seqlen/balanced_<min|max>", _TOKENS, "the tokens of a rank after balancing"),
     Metric("global_seqlen/mean", _TOKENS, "the mean over ranks"),
-    Metric("pipeline/wall_s", _SECONDS, "the time since the end of the previous step"),
+    Metric(
+        "pipeline/wall_s",
+        _SECONDS,
+        "the time since the end of the previous step, as all pipeline/* with a lag above 0 only",
+    ),
     Metric("pipeline/busy_s/<role>", _SECONDS, "the work of a role, mean over its engines"),
     Metric("pipeline/idle_share/<role>", _SHARE, "wall time without work"),
     Metric("pipeline/wait_s/<role>/<cause>", _SECONDS, "the time that a role waited for a cause"),

@@ -173,6 +173,7 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
         Case(
             with_experts["deepseek_v3"],
             MUON,
+            **EXACT,
             config={**divided, "ulysses_sequence_parallel_size": 2},
             recompute=True,
         ),
