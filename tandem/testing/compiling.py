@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,6 @@ import torch
 from tandem.errors import UserError
 
 NATIVE = Path(__file__).parent / "native"
-_SHARED = ("-shared", "-fPIC")
 _LAST_LINES = 5
 _EXTENSION = "tandem_double"
 _FLAGS = (
@@ -48,9 +47,9 @@ class Build:
 
     Attributes:
         file: the library's path in the folder of this build.
-        sources: the files to compile.
-        arguments: the compiler's arguments before the sources.
-        libraries: the arguments after them.
+        sources: the files to compile, at the same time.
+        arguments: the compiler's arguments before a source.
+        libraries: the linker's arguments.
         included: other files that influence the result.
         needed: required files of other software, by the name of the software.
         conditions: other influences on the result, such as versions.
@@ -67,7 +66,7 @@ class Build:
     @property
     def fingerprint(self) -> str:
         """The hash of everything that influences the result."""
-        decided = (self.conditions, _SHARED, self.arguments, self.libraries)
+        decided = (self.conditions, self.arguments, self.libraries)
         digest = hashlib.sha256(repr(decided).encode())
         for source in (*self.sources, *self.included):
             digest.update(source.read_bytes())
@@ -111,22 +110,39 @@ def _compile(build: Build, path: Path) -> None:
             rule=" and ".join(missing),
             remedy="Install it; doubles are built on first use.",
         )
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        result = Path(scratch) / path.name
-        command = [
-            *(compiler, *_SHARED, *build.arguments),
-            *(*map(str, build.sources), *build.libraries),
-            *("-o", str(result)),
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        scratch = Path(folder)
+        objects = [scratch / f"{source.stem}.o" for source in build.sources]
+        compiling = [
+            [compiler, "-fPIC", *build.arguments, "-c", str(source), "-o", str(result)]
+            for source, result in zip(build.sources, objects, strict=True)
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line]
+        _run_together(compiling)
+        library = str(scratch / path.name)
+        linking = [compiler, "-shared", *map(str, objects), *build.libraries, "-o", library]
+        _run_together([linking])
+        os.replace(library, path)
+
+
+def _run_together(commands: Sequence[list[str]]) -> None:
+    """Run commands of the compiler at the same time.
+
+    Raises:
+        UserError: one failed.
+    """
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    said = [process.communicate()[1] for process in running]
+    for command, process, stderr in zip(commands, running, said, strict=True):
+        if process.returncode:
+            errors = [line for line in stderr.splitlines() if "error" in line]
             raise UserError(
                 "vendor doubles",
                 rule=f"the compiler failed: {'; '.join(errors[:_LAST_LINES])}",
                 remedy=f"The command was: {' '.join(command)}",
             )
-        os.replace(result, path)
 
 
 def open_extension() -> ModuleType:
@@ -145,7 +161,7 @@ def open_extension() -> ModuleType:
 
 
 def built_extension() -> Path:
-    """Return the file of torch's extension. The first call builds it, which takes a minute.
+    """Return the file of torch's extension. The first call builds it, in a quarter of a minute.
 
     Each version of torch needs its own build, and each build needs Python's headers.
 

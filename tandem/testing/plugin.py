@@ -22,7 +22,7 @@ from tandem.testing.flagcx_stub import stub_library
 
 @pytest.fixture(scope="session")
 def doubles() -> Callable[..., Platform]:
-    """Build the doubles, which takes a minute the first time, and return ``double_platform``.
+    """Build the doubles, in a quarter of a minute the first time, and return ``double_platform``.
 
     The test is skipped if there is no compiler.
     """

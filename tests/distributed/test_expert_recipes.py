@@ -82,7 +82,7 @@ def test_mo21_steps_on_doubles_of_npus_equal_those_on_the_host(
     for device in ("npu", "cpu"):
         run = tmp_path / device
         words = [*tiny(policy, material, run, device=device), *keys]
-        conditions = Conditions(environment={"PYTHONPATH": path})
+        conditions = Conditions(environment={"PYTHONPATH": path}, forked_workers=True)
         ended = run_command(words, folder=tmp_path, conditions=conditions)
         assert ended.code == 0, ended.stderr
         found[device] = repeatable(metrics_of(run))

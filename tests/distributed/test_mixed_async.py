@@ -55,7 +55,7 @@ def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Ru
     def run(*arguments: str) -> Path:
         folder = tmp_path_factory.mktemp("run")
         words = train_arguments(material, folder / "run", *SETTINGS, *arguments)
-        conditions = Conditions(environment={"PYTHONPATH": path})
+        conditions = Conditions(environment={"PYTHONPATH": path}, forked_workers=True)
         ended = run_command(words, folder=folder, conditions=conditions)
         assert ended.code == 0, ended.stderr
         return folder / "run"

@@ -42,7 +42,7 @@ def vendors(tmp_path_factory: pytest.TempPathFactory) -> Conditions:
     for name in ("npu", "musa"):
         write_vendor_package(folder, name)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return Conditions(environment={"PYTHONPATH": path})
+    return Conditions(environment={"PYTHONPATH": path}, forked_workers=True)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from typing import Any
 from tandem.cli.main import main
 from tests.fakes.forking.server import Forking, start_forking
 from tests.fakes.hosts import enter_host
-from tests.fakes.preloading import with_preloaded
+from tests.fakes.preloading import extend_path, with_preloaded
 
 PRELOADED = (
     "tandem.cli.train",
@@ -57,6 +57,8 @@ class Conditions:
         own_session: it leads a process group of its own, which can be signalled.
         slow_paths: opening a file whose path has this text takes ``SLOW_S``; "": none.
         host: the network namespace that it runs in; "": that of the tests.
+        forked_workers: Ray's workers are forked all the same. They find the variables, except those
+            that are read when torch is imported, and modules below ``PYTHONPATH``.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -65,6 +67,7 @@ class Conditions:
     own_session: bool = False
     slow_paths: str = ""
     host: str = ""
+    forked_workers: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,14 @@ class Command:
         self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
         for path in self._outputs:  # an earlier command's, or of one that is killed before it opens
             path.write_text("")
+        conditions = conditions or Conditions(forked_workers=True)
         self._process: ForkServerProcess = _server().Process(
             target=_run,
             args=(
                 partial(program, list(arguments)),
                 str(folder),
-                conditions or Conditions(),
-                start_forking() if conditions in (None, Conditions()) else None,
+                conditions,
+                start_forking() if conditions.forked_workers else None,
             ),
         )
         self._process.start()
@@ -207,8 +211,7 @@ def _run(
     if conditions.own_session:
         os.setsid()
     os.environ.update(conditions.environment)
-    # As a fresh interpreter would.
-    sys.path[:0] = filter(None, conditions.environment.get("PYTHONPATH", "").split(os.pathsep))
+    extend_path(conditions.environment)
     for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from tandem.runtime.os_settings import no_collection
 from tests.fakes.forking import interpreter
-from tests.fakes.preloading import with_preloaded
+from tests.fakes.preloading import extend_path, with_preloaded
 
 PRELOADED = ("tandem.runtime.worker_process", "tandem.workers.worker", "torch._dynamo")
 """Imported when the first worker is asked for. Not ray, which reads its settings from the
@@ -120,6 +120,7 @@ def _become_worker(connection: socket.socket) -> None:
     os.environ.update(said["environment"])
     sys.argv = said["arguments"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    extend_path(os.environ)
     runpy.run_path(sys.argv[0], run_name="__main__")
     os._exit(0)
 
