@@ -50,7 +50,7 @@ from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP
 from tandem.metrics.activity import Activity
 from tandem.metrics.jsonl import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
-from tandem.metrics.sinks import open_sinks
+from tandem.metrics.sinks import SinkSettings, open_sinks
 from tandem.metrics.throughput import ComputeFacts
 from tandem.pipeline.batch import as_floats, lay_out
 from tandem.pipeline.context import Rewards, RunContext
@@ -210,13 +210,15 @@ def make_parts(
         rewards=rewards,
         store=CheckpointStore(run_folder, max_to_keep=None),
         sinks=open_sinks(
-            config.trainer,
-            run_folder,
-            total_steps=total_steps,
-            keep_through_step=-1,
-            environment={},
-            stream=sys.stdout,
-            activity=activity,
+            SinkSettings(
+                trainer=config.trainer,
+                run_folder=run_folder,
+                total_steps=total_steps,
+                keep_through_step=-1,
+                environment={},
+                stream=sys.stdout,
+                activity=activity,
+            )
         ),
         recorder=Keeping(recorder),
         facts=ComputeFacts(None, "", num_devices=1, num_training_devices=1),

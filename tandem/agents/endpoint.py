@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import secrets
 import socket
@@ -33,8 +32,6 @@ from tandem.agents.chat import (
 )
 from tandem.agents.setup import Access
 from tandem.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 ENDPOINT_KEY = "actor_rollout_ref.rollout.agent.endpoint"
 MODEL = "policy"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments behind OpenEnv's wire protocol: a session of a server for each episode.
 
-A session is a WebSocket with messages in JSON: reset, step, state, close. The action of a turn is
+A session is a WebSocket with messages in JSON: reset, step, close. The action of a turn is
 its text, or the arguments of a call. A server that is full is asked again when a place is free; one
 that fails or cannot be reached fails the episode, which then has no reward. An action against the
 server's schema is the policy's mistake.
@@ -21,7 +21,7 @@ from urllib.error import URLError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from tandem.agents.setup import AGENTS_KEY, OpenEnvSpec, Task, ToolLimits
+from tandem.agents.setup import AGENTS_KEY, OpenEnvSpec, ServerFull, Task, ToolLimits
 from tandem.agents.tools import cut_text
 from tandem.data.call_formats import ToolSchema, call_id, result_message
 from tandem.errors import UserError
@@ -35,18 +35,6 @@ _OF_ALL_ACTIONS = "metadata"
 _OF_ALL_OBSERVATIONS = ("done", "reward", "metadata")
 _FIRST_MALFORMED = 90_000_000
 _NO_TOOL = "none"
-
-
-class ServerFull(Exception):
-    """The error of a server that has no place for another session.
-
-    Attributes:
-        num_places: the number of sessions that it has at most; None if it does not tell.
-    """
-
-    def __init__(self, message: str, num_places: int | None) -> None:
-        super().__init__(message)
-        self.num_places = num_places
 
 
 class ServerFailed(Exception):
@@ -82,10 +70,6 @@ class OpenEnvSession:
         """Act; return what the server answers. Raise ActionRefused, or ServerFailed."""
         return await self._ask("step", action)
 
-    async def state(self) -> Mapping[str, Any]:
-        """Return the state that the server tells; raise ServerFailed."""
-        return await self._ask("state", {})
-
     async def close(self) -> None:
         """End the session, and wait a moment until its place is free."""
         socket, self._socket = self._socket, None
@@ -97,7 +81,7 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._socket is None:
             raise ServerFailed("the session is not open")
-        message = {"type": kind} if kind == "state" else {"type": kind, "data": data}
+        message = {"type": kind, "data": data}
         try:
             async with asyncio.timeout(self._spec.timeout_s):
                 with suppress(ConnectionClosed):  # a server that is full says so, and closes

@@ -16,11 +16,10 @@ import pickle
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from tandem.agents.hosting import Play
-from tandem.agents.setup import EnvironmentSetup, Task
+from tandem.agents.setup import EnvironmentSetup, ServerFull, Task
 from tandem.agents.worker import NUMBER_BYTES, End, Step
 from tandem.children.process import ChildProcess
 from tandem.data.call_formats import ToolSchema, message_of_turn, result_message
@@ -38,14 +37,6 @@ _FULL_WAIT_S = 1.0
 
 class EnvironmentLost(Exception):
     """The error of a step whose process died; its text says how."""
-
-
-class NoPlace(Exception):
-    """The error of a server that is full; ``num_places`` is how many sessions it has, or None."""
-
-    def __init__(self, message: str, num_places: int | None) -> None:
-        super().__init__(message)
-        self.num_places = num_places
 
 
 class _StartTooLong(EnvironmentLost):
@@ -113,15 +104,11 @@ class _Process:
             try:
                 self._take(json.loads(line))
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                self._end("something wrote to the channel of its process")
+                self.kill("something wrote to the channel of its process")
 
     def on_exit(self) -> None:
         """See ``ChildListener``."""
-        self._end(self.child.describe_end())
-
-    def kill(self, reason: str) -> None:
-        """Kill the process; its requests fail with ``reason``."""
-        self._end(reason)
+        self.kill(self.child.describe_end())
 
     def _take(self, message: Any) -> None:
         if self.ready.done():
@@ -151,7 +138,8 @@ class _Process:
         self.child.kill()
         self._fail(EnvironmentLost(reason) if is_stopped else _StartTooLong(reason))
 
-    def _end(self, reason: str) -> None:
+    def kill(self, reason: str) -> None:
+        """Kill the process; its requests fail with ``reason``."""
         self._timer.cancel()
         self.child.kill()
         self._fail(EnvironmentLost(reason))
@@ -195,12 +183,7 @@ class EnvironmentPool:
     async def __aenter__(self) -> EnvironmentPool:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> list[ToolSchema]:
@@ -365,7 +348,7 @@ class EnvironmentSession:
             self._places = places
             try:
                 return await self._try(self._pool.choose(), None)
-            except NoPlace as error:
+            except ServerFull as error:
                 self._places = None
                 await places.give_back(most=error.num_places)
                 if waited_s >= timeout_s:
@@ -416,7 +399,7 @@ class EnvironmentSession:
                 before = () if process is self._held_by else tuple(self._said)
                 fields = await process.ask(Step(self._task, turn, before))
             if "full" in fields:
-                raise NoPlace(fields["full"], fields["num_places"])
+                raise ServerFull(fields["full"], fields["num_places"])
             answer = _read_answer(fields)
         except EnvironmentLost as error:
             return _failure(f"{lost}{error}")

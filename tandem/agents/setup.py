@@ -221,3 +221,15 @@ class Task:
     episode_id: tuple[int, int]
     tools: tuple[str, ...]
     agent: str = ""
+
+
+class ServerFull(Exception):
+    """The error of a server that has no place for another session.
+
+    Attributes:
+        num_places: the number of sessions that it has at most; None if it does not tell.
+    """
+
+    def __init__(self, message: str, num_places: int | None) -> None:
+        super().__init__(message)
+        self.num_places = num_places

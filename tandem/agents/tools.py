@@ -80,9 +80,6 @@ class LoadedTool(Protocol):
     @property
     def timeout_s(self) -> float | None: ...
 
-    @property
-    def is_stateful(self) -> bool: ...
-
     async def call(self, arguments: dict[str, Any], episode: ToolEpisode) -> Any: ...
 
     async def release(self, episode: ToolEpisode) -> None: ...
@@ -111,7 +108,6 @@ class ToolEpisode:
 class FunctionOfUser:
     """A function tool. A plain function runs in a thread of its own, which may hang."""
 
-    is_stateful = False
     timeout_s: float | None = None
 
     def __init__(self, tool: FunctionTool) -> None:
@@ -134,8 +130,6 @@ class ClassOfUser:
     With ``per_call`` each call has an instance of its own.
     Each method gets those keyword arguments that it takes, as verl's versions pass different ones.
     """
-
-    is_stateful = True
 
     def __init__(self, tool: Any, config: Mapping[str, Any]) -> None:
         self._tool = tool

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from tandem.agents.environment import ToolEnvironment, interaction_of, load_interactions
 from tandem.agents.hosting import HostedAgents, Play
 from tandem.agents.mcp import connect_tools
-from tandem.agents.openenv import OpenEnvEpisode, ServerFull, read_action_schemas
-from tandem.agents.setup import EnvironmentSetup, Task
+from tandem.agents.openenv import OpenEnvEpisode, read_action_schemas
+from tandem.agents.setup import EnvironmentSetup, ServerFull, Task
 from tandem.agents.tools import LoadedTool, ToolFailed, load_tools, name_tools
 from tandem.children.child import (
     encode_line,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.manifest import MANIFEST_NAME, find_damage, write_manifest
+from tandem.config.parse.json_content import read_object
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 
@@ -45,20 +46,16 @@ class Checkpoint:
     def read_config(self) -> dict[str, Any] | None:
         """Return the configuration of the run that wrote the checkpoint; None if it has none."""
         try:
-            content = json.loads((self.folder / CONFIG_NAME).read_text())
-        except (OSError, ValueError, RecursionError):
+            return read_object(self.folder / CONFIG_NAME)
+        except (OSError, ValueError):
             return None
-        return content if isinstance(content, dict) else None
 
     def read_state(self) -> dict[str, Any]:
         """Return the pipeline's state. Raise UserError if the file is missing or damaged."""
         path = self.folder / STATE_NAME
         try:
-            state = json.loads(path.read_text())
-            if not isinstance(state, dict):
-                raise ValueError("it is not a JSON object")
-            return state
-        except (OSError, ValueError, RecursionError) as error:
+            return read_object(path)
+        except (OSError, ValueError) as error:
             raise UserError(
                 "trainer.resume_from_path",
                 str(self.folder),

@@ -191,10 +191,7 @@ class _HostWork:
             if self.work.is_completed():
                 break
             deadline.check()
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise GroupError(_first_sentence(error)) from error
+        _DeviceWork(self.work).wait(deadline)  # raises its error
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tandem.config.derived.model_values import wrong_value
 from tandem.config.derived.vision import read_pixel_bounds, text_part
 from tandem.config.schema.data import PictureConfig
 from tandem.config.schema.run import RunConfig
@@ -57,12 +58,8 @@ def reading_rule(
     known = [token for token in ids if isinstance(token, int)]
     if len(known) < len(ids):
         missing = _KEYS[[isinstance(token, int) for token in ids].index(False)]
-        raise UserError(
-            f"config.json: {missing}",
-            folder.hf_config.get(missing),
-            rule="must be the id of a token",
-            remedy="Use the config.json that belongs to the weights.",
-        )
+        value = folder.hf_config.get(missing)
+        raise wrong_value(missing, value, rule="must be the id of a token")
     fewest, most = read_pixel_bounds(folder.path)
     fewest = fewest if sizes.min_pixels is None else sizes.min_pixels
     most = most if sizes.max_pixels is None else sizes.max_pixels

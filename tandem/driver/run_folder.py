@@ -38,7 +38,7 @@ from tandem.metrics.jsonl import (
     last_step,
     read_records,
 )
-from tandem.metrics.sinks import open_sinks
+from tandem.metrics.sinks import SinkSettings, open_sinks
 from tandem.models.adapters import is_adapter_folder
 from tandem.models.folder import ModelFolder, check_folder, require_same_adapters
 from tandem.pipeline.validation import VALIDATION_SECONDS
@@ -181,15 +181,16 @@ def open_run_sinks(
     trainer: TrainerConfig, start: Start, *, total_steps: int, activity: Activity
 ) -> Sequence[MetricSink]:
     """Open the sinks of a run's metrics. Raise UserError if one of them cannot start."""
-    return open_sinks(
-        trainer,
-        trainer.run_folder,
+    settings = SinkSettings(
+        trainer=trainer,
+        run_folder=trainer.run_folder,
         total_steps=total_steps,
         keep_through_step=last_step_to_keep(trainer, start.checkpoint),
         environment=os.environ,
         stream=sys.stdout,
         activity=activity,
     )
+    return open_sinks(settings)
 
 
 def _make_room(trainer: TrainerConfig, start: Start) -> None:

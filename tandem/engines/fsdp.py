@@ -123,10 +123,6 @@ class FsdpEngine:
         """Advance the learning-rate schedule; called once per training step."""
         self._schedule_step += 1
 
-    def offload(self) -> None:
-        """Move the weights to host memory if ``param_offload`` is set."""
-        self._model.offload()
-
     def on_device(self) -> AbstractContextManager[None]:
         """Return a context in which the weights are on the device."""
         return self._model.on_device()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KEY = "trainer.metrics"
+_SUCH = 'Return a dict such as {"my/metric": 1.0}.'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,27 +59,14 @@ def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:
     for name in names:
         found: Any = import_dotted(_KEY, name)(batch)
         if not isinstance(found, Mapping):
-            raise UserError(
-                _KEY,
-                name,
-                rule=f"returned {type(found).__name__}, not a mapping",
-                remedy='Return a dict such as {"my/metric": 1.0}.',
-            )
+            raise _refused(name, f"{type(found).__name__}, not a mapping", remedy=_SUCH)
         for metric, value in found.items():  # pyright: ignore[reportUnknownVariableType]
             if not isinstance(metric, str):
-                raise UserError(
-                    _KEY,
-                    name,
-                    rule=f"returned the name {metric!r}, which is not a string",
-                    remedy='Return a dict such as {"my/metric": 1.0}.',
-                )
+                raise _refused(name, f"the name {metric!r}, which is not a string", remedy=_SUCH)
             if metric in metrics or find_metric(metric) is not None:
-                raise UserError(
-                    _KEY,
-                    name,
-                    rule=f"returned {metric}, which is the name of another metric",
-                    remedy="Start the name with your own prefix, such as my/.",
-                )
+                remedy = "Start the name with your own prefix, such as my/."
+                rule = f"{metric}, which is the name of another metric"
+                raise _refused(name, rule, remedy=remedy)
             metrics[metric] = _number(name, metric, value=value)
     return metrics
 
@@ -87,9 +75,9 @@ def _number(name: str, metric: str, *, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of many values
-        raise UserError(
-            _KEY,
-            name,
-            rule=f"returned {metric}={value!r}, which is not a number",
-            remedy="Return a float, or a tensor or array of one element.",
-        ) from error
+        remedy = "Return a float, or a tensor or array of one element."
+        raise _refused(name, f"{metric}={value!r}, which is not a number", remedy=remedy) from error
+
+
+def _refused(name: str, returned: str, *, remedy: str) -> UserError:
+    return UserError(_KEY, name, rule=f"returned {returned}", remedy=remedy)

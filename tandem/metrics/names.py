@@ -230,15 +230,6 @@ def find_metric(name: str) -> Metric | None:
     return next((row for row in METRICS if re.fullmatch(_pattern(row.name), name)), None)
 
 
-def metrics_table() -> str:
-    """Render the table as Markdown."""
-    lines = ["| metric | unit | meaning |", "|---|---|---|"]
-    for row in METRICS:
-        name = row.name.replace("|", "\\|")
-        lines.append(f"| `{name}` | {row.unit or '-'} | {row.meaning} |")
-    return "\n".join(lines) + "\n"
-
-
 def _pattern(name: str) -> str:
     """Convert a name of the table to a regular expression."""
     parts = re.split(r"(<[^>]*>|\[|\])", name)

@@ -179,35 +179,18 @@ def _require_package(package: str, name: str) -> None:
         ) from error
 
 
-def open_sinks(
-    trainer: TrainerConfig,
-    run_folder: Path,
-    *,
-    total_steps: int,
-    keep_through_step: int,
-    environment: Mapping[str, str],
-    stream: TextIO,
-    activity: Activity,
-) -> tuple[GuardedSink, ...]:
-    """Open every sink of a run; the arguments are the fields of ``SinkSettings``.
+def open_sinks(settings: SinkSettings) -> tuple[GuardedSink, ...]:
+    """Open every sink of a run.
 
     A new run replaces the records of an earlier one in its folder, which is created if missing.
 
     Raises:
         UserError: a logger is unknown, not installed or cannot start.
     """
-    require_loggers(trainer.logger)
-    sinks: list[MetricSink] = [JsonlSink(run_folder, keep_through_step=keep_through_step)]
-    settings = SinkSettings(
-        trainer=trainer,
-        run_folder=run_folder,
-        total_steps=total_steps,
-        keep_through_step=keep_through_step,
-        environment=environment,
-        stream=stream,
-        activity=activity,
-    )
-    for name in dict.fromkeys(trainer.logger):
+    loggers, kept = settings.trainer.logger, settings.keep_through_step
+    require_loggers(loggers)
+    sinks: list[MetricSink] = [JsonlSink(settings.run_folder, keep_through_step=kept)]
+    for name in dict.fromkeys(loggers):
         if is_dotted(name):
             sinks.append(_open_dotted(name, settings))
         elif (opener := LOGGERS[name].open) is not None:

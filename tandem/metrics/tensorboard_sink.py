@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.errors import UserError
 from tandem.types import StepReport
 
 _FLUSH_SECONDS = 10
@@ -15,20 +14,9 @@ class TensorBoardSink:
     """A ``tandem.api.MetricSink`` that writes scalars to TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        """Write events into ``folder``, and hide earlier ones from ``first_step`` on.
+        """Write events into ``folder``, and hide earlier ones from ``first_step`` on."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-        Raises:
-            UserError: tensorboard is not installed.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-        except ImportError as error:
-            raise UserError(
-                "trainer.logger",
-                "tensorboard",
-                rule="the package tensorboard is not installed",
-                remedy="Install it (pip install tensorboard) or remove it from trainer.logger.",
-            ) from error
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=_FLUSH_SECONDS)
 
     def write(self, report: StepReport) -> None:

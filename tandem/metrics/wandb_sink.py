@@ -20,17 +20,10 @@ class WandbSink:
         """Start a W&B run with the ``config.json`` of ``run_folder``.
 
         Raises:
-            UserError: wandb is not installed or cannot start, for example without a login.
+            UserError: wandb cannot start, for example without a login.
         """
-        try:
-            import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError(
-                "trainer.logger",
-                "wandb",
-                rule="the package wandb is not installed",
-                remedy="Install it (pip install wandb) or remove it from trainer.logger.",
-            ) from error
+        import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+
         self._error = wandb.Error
         path = run_folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

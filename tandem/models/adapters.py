@@ -199,7 +199,7 @@ def merge_adapter(
         UserError: the base is missing or has other weights, or the checkpoint is incomplete.
         OSError: the disk is full or not writable.
     """
-    adapters = saved_adapters(source, key="checkpoint")
+    adapters = read_adapters(source, key="checkpoint", section="actor_rollout_ref.model")
     base = Path(read_base(source, key="checkpoint").path) if base is None else base
     if not (base / "config.json").is_file():
         raise UserError(
@@ -283,11 +283,6 @@ def require_own_base(folder: Path, base: Path, *, key: str) -> None:
     if digest != base_digest(base):
         rule = f"the adapter was trained on {path}, which has other weights than {base}"
         raise UserError(key, str(folder), rule=rule, remedy=remedy)
-
-
-def saved_adapters(folder: Path, *, key: str) -> Adapters:
-    """Return the description of the adapters in a checkpoint."""
-    return read_adapters(folder, key=key, section="actor_rollout_ref.model")
 
 
 def base_digest(folder: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from tandem.config.derived.experts import experts_of
 from tandem.config.derived.latent import latent_of
 from tandem.config.derived.model_types import rope_kind, rope_settings
-from tandem.config.derived.model_values import MOST_PARTS, require_size
+from tandem.config.derived.model_values import MOST_PARTS, require_size, wrong_value
 from tandem.config.derived.vision import (
     VISION_FAMILIES,
     VisionFamily,
@@ -145,8 +145,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         head_dim, kv_heads = latent.head_dim, heads
     if not 1 <= head_dim <= MOST_PARTS:
         rule = f"a head has {head_dim} numbers, and must have 1 to {MOST_PARTS}"
-        remedy = "Use the config.json that belongs to the weights."
-        raise UserError("config.json: hidden_size", hidden, rule=rule, remedy=remedy)
+        raise wrong_value("hidden_size", hidden, rule=rule)
     rope = _rope_config(hf_config, head_dim, traits=traits)
     if rope is None:
         return None
@@ -239,12 +238,8 @@ def _rope_config(hf_config: HfConfig, head_dim: int, *, traits: _Traits) -> Rope
     try:
         return RopeConfig(theta, _SCALINGS[kind](parameters), axes=axes, share=share)
     except KeyError as error:
-        raise UserError(
-            "config.json: rope_parameters",
-            kind,
-            rule=f"the key {error} is missing",
-            remedy="Use the config.json that belongs to the weights.",
-        ) from error
+        rule = f"the key {error} is missing"
+        raise wrong_value("rope_parameters", kind, rule=rule) from error
 
 
 def _axes(family: VisionFamily, sections: Sequence[int], *, head_dim: int) -> tuple[int, ...]:
@@ -254,12 +249,8 @@ def _axes(family: VisionFamily, sections: Sequence[int], *, head_dim: int) -> tu
     axis has frequencies left; all others are of time.
     """
     if len(sections) != 3 or 2 * sum(sections) != head_dim:
-        raise UserError(
-            "config.json: mrope_section",
-            list(sections),
-            rule=f"must be three numbers with the sum {head_dim // 2}, half of head_dim",
-            remedy="Use the config.json that belongs to the weights.",
-        )
+        rule = f"must be three numbers with the sum {head_dim // 2}, half of head_dim"
+        raise wrong_value("mrope_section", list(sections), rule=rule)
     if not family.interleaves:
         return tuple(axis for axis in range(3) for _ in range(sections[axis]))
     axes = [0] * sum(sections)

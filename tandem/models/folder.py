@@ -336,7 +336,6 @@ def open_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    trust_remote_code: bool = False,
     random_seed: int | None = None,
     operators: Operators = TORCH,
 ) -> LanguageModel:
@@ -350,7 +349,7 @@ def open_model(
         UserError: see ``check_folder``; or the weights do not match config.json.
     """
     loads = random_seed is None
-    folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=loads)
+    folder = check_folder(path, load_weight=loads)
     return open_part(
         folder, WHOLE, dtype=dtype, device=device, random_seed=random_seed, operators=operators
     )

@@ -181,7 +181,7 @@ class TransformersModel:
         device = self.device
         rows = _unpack(packed.segments)
         ids_BM = packed.token_ids_T[rows.token_BM].to(device)
-        h_BMD = self._backbone(ids_BM, rows.valid_BM.to(device))
+        h_BMD = self.computing(ids_BM, rows.valid_BM.to(device))
         return self._finish(h_BMD.flatten(0, 1).index_select(0, rows.place_T.to(device)))
 
     def router_metrics(self) -> Mapping[str, Tensor]:
@@ -213,9 +213,6 @@ class TransformersModel:
         self._model.save_pretrained(folder, state_dict=state)
         copy_companions(self._source, folder)
 
-    def _backbone(self, ids_BM: Tensor, valid_BM: Tensor) -> Tensor:
-        return self.computing(ids_BM, valid_BM)
-
     def _finish(self, h_TD: Tensor) -> Tensor:
         if self._scale != 1.0:
             h_TD = h_TD * self._scale
@@ -228,7 +225,7 @@ class TransformersModel:
         output = self._model(input_ids=ids_1M, attention_mask=valid_1M.long(), use_cache=False)
         theirs_MV = output.logits[0].float()
         ours_MV = (
-            self._finish(self._backbone(ids_1M, valid_1M)[0]) @ self.lm_head_weight.T
+            self._finish(self.computing(ids_1M, valid_1M)[0]) @ self.lm_head_weight.T
         ).float()
         tolerance = 1e-4 if self._head.weight.dtype == torch.float32 else 5e-2
         limit = tolerance * float(theirs_MV.abs().max())

@@ -374,17 +374,6 @@ class TokenScores:
     squares_R: Tensor | None = None
 
 
-def score_batch(
-    model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
-) -> TokenScores:
-    """Return log-probs of the response tokens, and the entropies if requested.
-
-    See ``score_hidden``.
-    """
-    h_LD = model.hidden(batch)
-    return score_hidden(model, batch, h_LD=h_LD, temperature=temperature, with_entropy=with_entropy)
-
-
 def score_hidden(
     model: LanguageModel,
     batch: PackedBatch,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.config.derived.model_values import wrong_value
 from tandem.errors import UserError
 
 
@@ -146,12 +147,8 @@ def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return _yarn(config.theta**exponents, scaling, theta=config.theta)
         case LongRopeScaling(short_factor):
             if len(short_factor) != len(exponents):
-                raise UserError(
-                    "config.json: short_factor",
-                    short_factor,
-                    rule=f"must have {len(exponents)} numbers, one for each rotary frequency",
-                    remedy="Use the config.json that belongs to the weights.",
-                )
+                rule = f"must have {len(exponents)} numbers, one for each rotary frequency"
+                raise wrong_value("short_factor", short_factor, rule=rule)
             factors = torch.tensor(short_factor, dtype=torch.float32, device="cpu")
             return 1.0 / (factors * config.theta**exponents)
         case _:

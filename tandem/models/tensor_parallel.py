@@ -67,26 +67,34 @@ def _parallel(linear: nn.Module, peers: Peers, *, cuts_inputs: bool) -> nn.Modul
     return (_RowParallel if cuts_inputs else _ColumnParallel)(linear, peers)
 
 
-class _ColumnParallel(nn.Module):
-    """A linear map with some of the outputs, applied to inputs that every process holds."""
+class _Parallel(nn.Module):
+    """A part of a linear map."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self._peers = peers
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(sum_gradients(x_TD, self._peers), self.weight, self.bias)
 
-
-class _AdaptedColumnParallel(nn.Module):
-    """A column-parallel map with adapters: A is whole, and B has the rows of the outputs."""
+class _AdaptedParallel(nn.Module):
+    """A part of a linear map with adapters."""
 
     def __init__(self, linear: AdaptedLinear, peers: Peers) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.lora_a, self.lora_b = linear.lora_a, linear.lora_b
         self._addition, self._peers = linear.addition, peers
+
+
+class _ColumnParallel(_Parallel):
+    """A linear map with some of the outputs, applied to inputs that every process holds."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(sum_gradients(x_TD, self._peers), self.weight, self.bias)
+
+
+class _AdaptedColumnParallel(_AdaptedParallel):
+    """A column-parallel map with adapters: A is whole, and B has the rows of the outputs."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return adapted_linear(
@@ -99,27 +107,16 @@ class _AdaptedColumnParallel(nn.Module):
         )
 
 
-class _RowParallel(nn.Module):
+class _RowParallel(_Parallel):
     """A linear map with some of the inputs. The bias is added to the sum of the peers' outputs."""
-
-    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self._peers = peers
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = sum_values(F.linear(x_TD, self.weight), self._peers)
         return y_TD if self.bias is None else y_TD + self.bias
 
 
-class _AdaptedRowParallel(nn.Module):
+class _AdaptedRowParallel(_AdaptedParallel):
     """A row-parallel map with adapters: A has the columns of the inputs, and B is whole."""
-
-    def __init__(self, linear: AdaptedLinear, peers: Peers) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.lora_a, self.lora_b = linear.lora_a, linear.lora_b
-        self._addition, self._peers = linear.addition, peers
 
     def forward(self, x_TD: Tensor) -> Tensor:
         partial_TD = adapted_linear(

@@ -30,11 +30,6 @@ class AdmissionGate:
         self._num_trained = 0
         self._changed = asyncio.Condition()
 
-    @property
-    def num_open(self) -> int:
-        """The number of slots charged and not yet released."""
-        return self._num_open
-
     def _num_admissible(self) -> int:
         remaining = self._num_wanted - self._num_trained - self._num_open
         return min(self._num_slots - self._num_open, remaining)
@@ -56,13 +51,10 @@ class AdmissionGate:
     async def release_trained(self, count: int) -> None:
         """Release the slots of ``count`` prompts: weights trained on them are in use."""
         self._num_trained += count
-        await self._release(count)
+        await self.release_dropped(count)
 
     async def release_dropped(self, count: int) -> None:
         """Release the slots of ``count`` prompts that will not be trained on."""
-        await self._release(count)
-
-    async def _release(self, count: int) -> None:
         if count > self._num_open:
             raise RuntimeError(f"released {count} slots, only {self._num_open} were charged")
         async with self._changed:

@@ -84,12 +84,10 @@ async def score_sequences(
     sequences: Sequence[TrainSequence],
     limits: MicrobatchLimits,
     temperature: float = 1.0,
-    with_squares: bool = False,
 ) -> Tensor:
     """Return a model's score of each loss token in the order of the sequences, fp32 (R,).
 
-    The score is a log-prob for a policy, and a value for a critic or a reward model. With
-    ``with_squares`` the result is (R, 2); see ``Scores``.
+    The score is a log-prob for a policy, and a value for a critic or a reward model.
     """
     scored = await score_and_route(
         context,
@@ -97,7 +95,7 @@ async def score_sequences(
         sequences=sequences,
         limits=limits,
         temperature=temperature,
-        with_squares=with_squares,
+        with_squares=False,
     )
     return scored.score_R
 

@@ -36,13 +36,11 @@ class Suggestion:
 
     Attributes:
         seconds: the predicted step of the split.
-        start_seconds: the predicted step of the split that the search started from.
         predictions: the predicted steps of all splits that were tried.
     """
 
     split: Split
     seconds: float
-    start_seconds: float
     predictions: Mapping[Split, float]
 
 
@@ -110,7 +108,7 @@ def suggest(
         predict: returns the seconds of a step.
     """
     predictions = Predictions(predict)
-    start_seconds = predictions.seconds(start)
+    predictions.seconds(start)  # it is listed among the splits that were tried
     num_devices = sum(start.devices)
     balanced = balanced_split(times, groups, num_devices=num_devices, is_allowed=is_allowed)
     candidates = {start.devices, balanced or start.devices}
@@ -119,7 +117,7 @@ def suggest(
     found = _descend(found, predictions, is_allowed=is_allowed)
     found = _smallest_lag(found.devices, lags, predictions=predictions)
     found = _descend(found, predictions, is_allowed=is_allowed)
-    return Suggestion(found, predictions.seconds(found), start_seconds, predictions.known)
+    return Suggestion(found, predictions.seconds(found), predictions.known)
 
 
 def _descend(

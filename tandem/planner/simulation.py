@@ -46,7 +46,6 @@ from tandem.planner.virtual_time import run_virtually
 from tandem.types import (
     Completion,
     Group,
-    Prompt,
     RewardOutcome,
     RewardRequest,
     RewardStatus,
@@ -236,7 +235,9 @@ def _context(
         runtime=SimulatedRuntime(),
         engines=_engines(config, times, setup=setup),
         source=source,
-        validation_prompts=lambda: [_prompt(row) for row in range(setup.num_validation_rows)],
+        validation_prompts=lambda: [
+            _entry(row).as_draw(row) for row in range(setup.num_validation_rows)
+        ],
         codec=harness,
         rewards=harness,
         store=harness if setup.store is None else setup.store,
@@ -287,10 +288,6 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup)
 def _entry(row: int, *, agent: str = "") -> PromptEntry:
     tokens = np.array([1], dtype=np.int32)
     return PromptEntry(row, "simulated", row, {}, str(row), str(row), tokens, agent=agent)
-
-
-def _prompt(row: int) -> Prompt:
-    return _entry(row).as_draw(row)
 
 
 def simulated_config(

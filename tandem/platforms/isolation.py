@@ -34,7 +34,6 @@ class Visibility:
             others are synonyms and are removed.
         renumbering: a variable that hides devices, which shifts the indices in ``variables``.
         prefix: the text before the list in the values of the variables.
-        ray_switch: a variable that makes Ray leave ``variables`` alone; "" if there is none.
     """
 
     mode: Literal["none", "mask", "select"]
@@ -43,10 +42,7 @@ class Visibility:
     variables: tuple[str, ...] = ()
     renumbering: str = ""
     prefix: str = ""
-    ray_switch: str = ""
 
-
-NOSET = "RAY_EXPERIMENTAL_NOSET_"
 
 HOST = Visibility(mode="none", resource="CPU")
 CUDA_LIKE = Visibility(
@@ -54,7 +50,6 @@ CUDA_LIKE = Visibility(
     resource="GPU",
     variables=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     renumbering="ROCR_VISIBLE_DEVICES",
-    ray_switch=NOSET + "CUDA_VISIBLE_DEVICES",
 )
 """The devices of NVIDIA and AMD: torch calls both cuda, and AMD's runtime reads either variable."""
 

@@ -15,7 +15,6 @@ class WorkerPlace:
         rank, size: the rank in the pool and the number of ranks; ranks on one node are contiguous.
         node: the node's number in the run's plan.
         node_address: the IP address by which other nodes reach it.
-        local_rank, local_size: the rank among the pool's workers on this node, and their number.
         device_index: the index of the worker's device in this process.
         physical_id: the device's name on its node; "" if devices are not isolated.
         flagcx_path: the value of FLAGCX_PATH in this process.
@@ -27,8 +26,6 @@ class WorkerPlace:
     size: int
     node: int
     node_address: str
-    local_rank: int
-    local_size: int
     device_index: int = 0
     physical_id: str = ""
     flagcx_path: str = ""

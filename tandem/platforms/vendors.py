@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tandem.platforms.capture import eager
-from tandem.platforms.isolation import NOSET, Visibility
+from tandem.platforms.isolation import Visibility
 from tandem.platforms.names import ALIASES
 from tandem.platforms.record import (
     CUDA,
@@ -33,14 +33,12 @@ ASCEND = Visibility(
     mode="mask",
     resource="NPU",
     variables=("ASCEND_RT_VISIBLE_DEVICES",),
-    ray_switch=NOSET + "ASCEND_RT_VISIBLE_DEVICES",
 )
 XPU = Visibility(
     mode="mask",
     resource="GPU",
     variables=("ONEAPI_DEVICE_SELECTOR",),
     prefix="level_zero:",
-    ray_switch=NOSET + "ONEAPI_DEVICE_SELECTOR",
 )
 MLU = Visibility(
     mode="mask", resource="GPU", is_known_to_ray=False, variables=("MLU_VISIBLE_DEVICES",)

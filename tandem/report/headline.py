@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -119,7 +119,7 @@ def _ends(columns: Mapping[str, Column], name: str, *, label: str) -> Tile | Non
     if not values:
         return None
     window = _WINDOW if len(values) > 2 * _WINDOW else 1
-    first, last = _mean(values[:window]), _mean(values[-window:])
+    first, last = statistics.fmean(values[:window]), statistics.fmean(values[-window:])
     note = f"from {format_number(first)}"
     if window > 1:
         note += f", means of {_WINDOW} steps"
@@ -172,10 +172,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(_literal(item) for item in value) + "]"
     return str(value)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _percent(share: float) -> str:

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
 from tandem.metrics.jsonl import METRICS_FILE, read_records
 from tandem.metrics.records import ROLLOUTS_FILE
@@ -150,11 +150,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            str(path), rule=f"is not JSON ({error})", remedy="Correct or remove it."
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(str(path), rule="is not a JSON object", remedy="Correct or remove it.")
-    return content
+        return read_object(path)
+    except ValueError as error:
+        raise UserError(str(path), rule=str(error), remedy="Correct or remove it.") from error

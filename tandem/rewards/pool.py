@@ -16,7 +16,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from tandem.children.environment import ChildEnvironment
 from tandem.errors import UserError
@@ -99,12 +98,7 @@ class RewardPool:
     async def __aenter__(self) -> RewardPool:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:

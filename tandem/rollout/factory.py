@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tandem.api import RolloutEngine
+from tandem.api import EngineFacts, RolloutEngine
 from tandem.config.schema.imports import import_dotted
 from tandem.config.schema.rollout import ENGINES, NATIVE_NAMES, RolloutConfig
 from tandem.errors import UserError
@@ -74,6 +74,16 @@ class EngineSpec:
     joint: JointMember | None = None
     rank: int = 0
     num_ranks: int = 1
+
+    @property
+    def own_facts(self) -> EngineFacts:
+        """The promises of another package's engine, which has weights of its own."""
+        return EngineFacts(
+            shares_weights=False,
+            draws_by_key=True,
+            stops_within_sequences=True,
+            keeps_cache=self.config.partial_rollout == "keep_cache",
+        )
 
     def warn_of_precision(self) -> None:
         """Log a warning if an engine with weights of its own has another precision."""

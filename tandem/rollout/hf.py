@@ -24,6 +24,7 @@ from tandem.api import Capacity, EngineFacts, EngineFailure
 from tandem.models.hf import load_transformers
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.resting import Resting
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
 from tandem.types import Completion, GenerationRequest, SamplingParams, SliceSpec, TokenIds
 
@@ -73,7 +74,7 @@ class ModuleSink:
             raise EngineFailure(f"transformers: weights are missing: {sorted(self._missing)[:3]}")
 
 
-class HfRolloutEngine:
+class HfRolloutEngine(Resting):
     """An ``api.RolloutEngine`` over a ``PreTrainedModel``."""
 
     capacity = Capacity(num_rows=None, cache_tokens=None)
@@ -100,25 +101,13 @@ class HfRolloutEngine:
         """Queue requests; nothing is computed."""
         self._waiting.extend(requests)
 
-    def forget(self, sample_ids: Sequence[int]) -> None:
-        """Do nothing: nothing is kept between turns."""
-
-    def settle(self) -> None:
-        """Return at once: between two advances nothing is being computed."""
-
     def sleep(self) -> bool:
         """Return whether nothing waits. No memory is held between two batches."""
         return not self._waiting
 
-    def wake(self) -> None:
-        """Do nothing."""
-
     def sink(self) -> ModuleSink | None:
         """Return where new weights go; None if those of the module change in place."""
         return self._sink
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def set_weights_version(self, version: int) -> bool:
         """Tag the batches generated from now on with ``version``."""

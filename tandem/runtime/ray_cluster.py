@@ -336,8 +336,6 @@ def assign_workers(
                 size=len(nodes),
                 node=node,
                 node_address=reserved[node].address,
-                local_rank=nodes[:rank].count(node),
-                local_size=nodes.count(node),
                 wants_flagcx=os.environ.get(FLAGCX_VARIABLE, "").lower() in ("1", "true"),
             )
             cores = (os.cpu_count() or 1) // on_node[node]

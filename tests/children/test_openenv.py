@@ -229,7 +229,6 @@ def test_a_server_that_dies_fails_its_session_and_others_are_named_before_traini
         session = OpenEnvSession(OpenEnvSpec("game", url))
         answer = await session.reset({"seed": 5})
         assert answer["observation"]["done"] is False
-        assert await session.state() == {"secret": 5}
         server.kill()
         server.wait()
         with pytest.raises(Exception, match="ended") as caught:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.models.folder import check_folder, open_part
-from tandem.models.language_model import LanguageModel, NativeModel, score_batch
+from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.parallel import WHOLE, ParallelLayout, Peers, is_whole, peers_of, slices_of_rows
 from tandem.models.sequence_parallel import gather_tokens, own_tokens
 from tandem.types import PackedBatch
 from tests.distributed.spawn import run_ranks
+from tests.fakes.scoring import score_batch
 from tests.unit.models.tiny_models import NATIVE, pack_shared, sample_sequences, write_hf
 
 TOLERANCE = 1e-5

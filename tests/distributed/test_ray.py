@@ -69,7 +69,6 @@ def test_every_worker_has_a_place_and_a_device_of_its_own(
         assert (where["device_index"], where["threads"] >= 1) == (0, True)
         assert where["folder"] == os.getcwd()
         assert where["node_address"] == runtime.address
-    assert [(w["local_rank"], w["local_size"]) for w in found] == [(0, 2), (1, 2), (0, 1)]
     told = [*runtime.workers["train"], *runtime.workers["generate"]]
     assert [one.pid for one in told] == [where["pid"] for where in found]
 

@@ -193,7 +193,7 @@ def train_rank(
     num_steps: int = NUM_STEPS,
     loss: Loss = LOSS,
 ) -> Outcome:
-    """Train some steps as one rank, offloading in between."""
+    """Train some steps as one rank."""
     reports: list[UpdateReport] = []
     for _ in range(num_steps):
         reports.append(
@@ -202,7 +202,6 @@ def train_rank(
             )
         )
         engine.advance_schedule()
-        engine.offload()
     recording = [replace(batch, with_routes=True) for batch in batches]
     scores = engine.score(recording, TEMPERATURE, num_rounds=num_rounds)
     routes = [None if x.routes_TLK is None else x.routes_TLK.cpu() for x in scores]

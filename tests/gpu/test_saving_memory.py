@@ -21,8 +21,8 @@ from tandem.engines.adamw import AdamW, round_stochastically
 from tandem.engines.offload import OffloadedParameters
 from tandem.engines.streaming import StreamedStep
 from tandem.models.decoder import Granularity
-from tandem.models.language_model import score_batch
 from tandem.types import PackedBatch
+from tests.fakes.scoring import score_batch
 from tests.gpu.machine import Machine, Shape, make_pair, open_ours
 from tests.gpu.test_training import batches_of
 

@@ -63,5 +63,5 @@ def test_6_3_8_from_a_bad_start_within_10_percent_of_the_best_split(name: str) -
             predict=predict,
         )
         assert found.seconds <= 1.1 * best
-        assert found.seconds < found.start_seconds
+        assert found.seconds < found.predictions[Split(start, 0)]
         assert len(found.predictions) < len(divisions(5, 3)) * len(LAGS)

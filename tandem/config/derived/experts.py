@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tandem.config.derived.model_values import require_size
+from tandem.config.derived.model_values import require_size, wrong_value
 from tandem.errors import UserError
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
@@ -235,12 +235,7 @@ def _first_dense(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _require_one_of(name: str, value: object, *, names: tuple[str, ...]) -> None:
     if value not in names:
-        raise UserError(
-            f"config.json: {name}",
-            value,
-            rule=f"must be one of {', '.join(names)}",
-            remedy="Use the config.json that belongs to the weights.",
-        )
+        raise wrong_value(name, value, rule=f"must be one of {', '.join(names)}")
 
 
 def _require_consistent(experts: ExpertConfig) -> None:
@@ -257,8 +252,7 @@ def _require_consistent(experts: ExpertConfig) -> None:
         wrong = ("num_experts_per_tok", experts.num_chosen, held)
     if wrong is not None:
         name, value, rule = wrong
-        remedy = "Use the config.json that belongs to the weights."
-        raise UserError(f"config.json: {name}", value, rule=f"must be {rule}", remedy=remedy)
+        raise wrong_value(name, value, rule=f"must be {rule}")
 
 
 def _require_widths(hf_config: Mapping[str, Any], experts: ExpertConfig) -> None:

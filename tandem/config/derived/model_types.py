@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tandem.config.derived.model_values import MOST_PARTS
+from tandem.config.derived.model_values import MOST_PARTS, wrong_value
 from tandem.config.derived.vision import text_part
 from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
-from tandem.errors import UserError
 
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 """The keys of the settings of rotary positions, the first one wins."""
@@ -66,12 +65,7 @@ def require_types(hf_config: Mapping[str, Any]) -> None:
 def _require(values: Mapping[str, Any], kinds: Mapping[str, _Kind], *, above: str = "") -> None:
     for name, kind in kinds.items():
         if name in values and not kind.holds(values[name]):
-            raise UserError(
-                f"config.json: {above}{name}",
-                values[name],
-                rule=f"must be {kind.rule}",
-                remedy="Use the config.json that belongs to the weights.",
-            )
+            raise wrong_value(f"{above}{name}", values[name], rule=f"must be {kind.rule}")
 
 
 def _is_integer(value: Any) -> bool:

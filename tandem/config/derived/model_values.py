@@ -14,6 +14,12 @@ through one by one, so that a number which is an error would take all the time a
 """
 
 
+def wrong_value(name: str, value: object, *, rule: str) -> UserError:
+    """Return the error about a value of config.json."""
+    remedy = "Use the config.json that belongs to the weights."
+    return UserError(f"config.json: {name}", value, rule=rule, remedy=remedy)
+
+
 def require_size(hf_config: Mapping[str, Any], name: str) -> int:
     """Return the value of a key.
 
@@ -22,10 +28,5 @@ def require_size(hf_config: Mapping[str, Any], name: str) -> int:
     """
     value = hf_config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(
-            f"config.json: {name}",
-            value,
-            rule="must be a positive integer",
-            remedy="Use the config.json that belongs to the weights.",
-        )
+        raise wrong_value(name, value, rule="must be a positive integer")
     return value

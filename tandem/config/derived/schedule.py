@@ -24,7 +24,6 @@ class Schedule:
         steps_per_epoch: the number of whole batches in the training rows; remaining rows of an
             epoch are dropped.
         total_training_steps: the number of training steps of the run; 0 with ``val_only``.
-        optimizer_steps_per_step: the number of mini-batches times passes over each batch.
         save_freq, test_freq: the keys of ``trainer`` in steps; ``test_freq`` is 0 without
             validation files.
         validates_before_training: whether there is a validation at step 0.
@@ -35,7 +34,6 @@ class Schedule:
 
     steps_per_epoch: int
     total_training_steps: int
-    optimizer_steps_per_step: int
     save_freq: int
     test_freq: int
     validates_before_training: bool
@@ -98,7 +96,6 @@ def schedule_run(config: RunConfig | SftConfig, num_train_rows: int) -> Schedule
     return Schedule(
         steps_per_epoch=steps_per_epoch,
         total_training_steps=0 if trainer.val_only else total,
-        optimizer_steps_per_step=config.optimizer_steps_per_step,
         save_freq=_steps(trainer.save_freq, steps_per_epoch),
         test_freq=_steps(trainer.test_freq, steps_per_epoch) if has_validation else 0,
         validates_before_training=has_validation and trainer.val_before_train,

@@ -127,15 +127,6 @@ class ModelSizes:
         return 0 if experts is None else 3 * self.hidden * experts.inner * experts.num_experts
 
     @property
-    def layer_parameters(self) -> int:
-        """The number of parameters of the largest layer."""
-        dense, experts = self.dense_layer_parameters, self.experts
-        if experts is None:
-            return dense
-        sparse = self.expert_layer_parameters(experts.num_experts)
-        return max(sparse, dense) if experts.dense_layers else sparse
-
-    @property
     def all_layer_parameters(self) -> int:
         """The number of parameters of all layers."""
         experts = self.experts

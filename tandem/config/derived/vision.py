@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tandem.config.derived.model_values import MOST_PARTS
+from tandem.config.derived.model_values import MOST_PARTS, wrong_value
 from tandem.config.parse.json_content import read_object
 from tandem.errors import UserError
 
@@ -180,14 +180,11 @@ def text_part(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**plain, **nested, **kept}
 
 
-def vision_config(
-    hf_config: Mapping[str, Any], normalisation: tuple[Rgb, Rgb] | None = None
-) -> VisionConfig | None:
+def vision_config(hf_config: Mapping[str, Any]) -> VisionConfig | None:
     """Return the tower of a model; None if the model does not see.
 
     Args:
         hf_config: the content of config.json.
-        normalisation: mean and standard deviation of the colours; None: those of the family.
 
     Raises:
         UserError: vision_config of config.json is not of a tower that tandem computes.
@@ -200,7 +197,7 @@ def vision_config(
         own = {**own, "in_channels": own["in_chans"]}
     values = {**family.defaults, **{key: own[key] for key in family.defaults if key in own}}
     _require_sizes(values)
-    mean, std = normalisation or family.normalisation
+    mean, std = family.normalisation
     side = values.get("num_position_embeddings", 0)
     window = values.get("window_size", 0)
     return VisionConfig(
@@ -336,5 +333,4 @@ def _are_blocks(value: Any, depth: int) -> bool:
 
 
 def _error(key: str, value: Any, *, rule: str) -> UserError:
-    remedy = "Use the config.json that belongs to the weights."
-    return UserError(f"config.json: vision_config.{key}", value, rule=rule, remedy=remedy)
+    return wrong_value(f"vision_config.{key}", value, rule=rule)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tandem.config.schema.dotted import ByName, traits_of
-from tandem.config.schema.fields import SECTION, TRAINS, Seed, read_if
+from tandem.config.schema.fields import TRAINS, Section, Seed, read_if
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
 
@@ -98,10 +98,8 @@ def loss_traits(loss_mode: str) -> Loss:
     )
 
 
-class PolicyLossConfig(BaseModel):
+class PolicyLossConfig(Section):
     """``policy_loss.*``: the policy loss."""
-
-    model_config = SECTION
 
     loss_mode: LossName = Field(
         default="vanilla",
@@ -147,10 +145,8 @@ class PolicyLossConfig(BaseModel):
 DEFAULT_MINI_BATCH = 256
 
 
-class RouterReplayConfig(BaseModel):
+class RouterReplayConfig(Section):
     """``router_replay.*``: the experts that the trainer sends tokens to."""
-
-    model_config = SECTION
 
     mode: Literal["disabled", "R2", "R3"] = Field(
         default="disabled",
@@ -160,10 +156,8 @@ class RouterReplayConfig(BaseModel):
     )
 
 
-class ActorConfig(BaseModel):
+class ActorConfig(Section):
     """The policy in training."""
-
-    model_config = SECTION
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = Field(
         default="fsdp",

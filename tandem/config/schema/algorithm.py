@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tandem.config.schema.actor import KlEstimator
 from tandem.config.schema.correction import RolloutCorrectionConfig
 from tandem.config.schema.dotted import ByName, traits_of
-from tandem.config.schema.fields import SECTION, Strings, read_if
+from tandem.config.schema.fields import Section, Strings, read_if
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,8 @@ ESTIMATORS: dict[str, Estimator] = {
 EstimatorName = Annotated[str, ByName(ESTIMATORS)]
 
 
-class KlCtrlConfig(BaseModel):
+class KlCtrlConfig(Section):
     """``kl_ctrl.*``: the coefficient of the KL penalty in the reward."""
-
-    model_config = SECTION
 
     type: Literal["fixed", "adaptive"] = Field(
         default="fixed",
@@ -93,10 +91,8 @@ class KlCtrlConfig(BaseModel):
     )
 
 
-class FilterGroupsConfig(BaseModel):
+class FilterGroupsConfig(Section):
     """``filter_groups.*``: DAPO's dynamic sampling."""
-
-    model_config = SECTION
 
     enable: bool = Field(
         default=False,
@@ -117,10 +113,8 @@ class FilterGroupsConfig(BaseModel):
     )
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """Advantage estimation and its inputs."""
-
-    model_config = SECTION
 
     adv_estimator: EstimatorName = Field(
         default="grpo",

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from tandem.config.schema.fields import SECTION, read_if
+from tandem.config.schema.fields import Section, read_if
 from tandem.errors import UserError
 
 _KEY = "algorithm.rollout_correction"
@@ -41,10 +41,8 @@ class Bounds:
     upper: float
 
 
-class RolloutCorrectionConfig(BaseModel):
+class RolloutCorrectionConfig(Section):
     """``rollout_correction.*``: importance weights and rejection."""
-
-    model_config = SECTION
 
     bypass_mode: bool = Field(
         default=False,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tandem.config.schema.actor import LossAggregation
-from tandem.config.schema.fields import SECTION, LearningRate, Seed, read_if
+from tandem.config.schema.fields import LearningRate, Section, Seed, read_if
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.optim import OptimConfig
@@ -54,10 +54,8 @@ class CriticModelConfig(ModelConfig):
     )
 
 
-class CriticConfig(BaseModel):
+class CriticConfig(Section):
     """The critic."""
-
-    model_config = SECTION
 
     enable: bool | None = Field(
         default=None,

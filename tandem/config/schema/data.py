@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tandem.config.schema.fields import (
-    SECTION,
     MaxTrainRows,
     MaxValidationRows,
+    Section,
     Shuffles,
     ShuffleSeed,
     Strings,
@@ -20,10 +20,8 @@ from tandem.config.schema.fields import (
 Truncation = Literal["error", "left", "right", "middle"]
 
 
-class DatasetConfig(BaseModel):
+class DatasetConfig(Section):
     """``data.custom_cls.*``: a class or function of the user that reads the rows."""
-
-    model_config = SECTION
 
     path: str | None = Field(
         default=None,
@@ -38,10 +36,8 @@ class DatasetConfig(BaseModel):
     )
 
 
-class PictureConfig(BaseModel):
+class PictureConfig(Section):
     """``data.mm_processor_kwargs.*``: the sizes of pictures that the model reads."""
-
-    model_config = SECTION
 
     min_pixels: int | None = Field(
         default=None,
@@ -57,10 +53,8 @@ class PictureConfig(BaseModel):
     )
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Prompts for training and validation."""
-
-    model_config = SECTION
 
     train_files: Strings = Field(
         default=("~/data/rlhf/gsm8k/train.parquet",),

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 
 SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 """The settings of every section: it is frozen, and unknown keys are errors."""
+
+
+class Section(BaseModel):
+    """A section of the configuration."""
+
+    model_config = SECTION
+
 
 READ_IF = "read_if"
 TRAINS = "trainer.val_only=False: nothing is trained, as trainer.val_only=True"

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from tandem.config.schema.fields import SECTION, Dtype
+from tandem.config.schema.fields import Dtype, Section
 
 
-class FsdpConfig(BaseModel):
+class FsdpConfig(Section):
     """Precision, sharding and offloading."""
-
-    model_config = SECTION
 
     dtype: Dtype = Field(
         default="auto",

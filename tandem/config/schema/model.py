@@ -9,15 +9,13 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tandem.config.schema.fields import SECTION, ModuleRule, read_if
+from tandem.config.schema.fields import SECTION, ModuleRule, Section, read_if
 
 RecomputeGranularity = Literal["full", "feed_forward", "pointwise"]
 
 
-class OverrideConfig(BaseModel):
+class OverrideConfig(Section):
     """``override_config.*``: values that replace those of the model's config.json."""
-
-    model_config = SECTION
 
     max_position_embeddings: int | None = Field(
         default=None,

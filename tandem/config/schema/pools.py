@@ -8,15 +8,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.config.schema.fields import SECTION
+from tandem.config.schema.fields import SECTION, Section
 
 Transport = Literal["auto", "collective", "flagcx", "staged"]
 
 
-class PoolConfig(BaseModel):
+class PoolConfig(Section):
     """``pools.<task>.*``: the pool that performs the task."""
-
-    model_config = SECTION
 
     platform: str | None = Field(
         default=None,

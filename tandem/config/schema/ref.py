@@ -5,16 +5,14 @@ the reward needs.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from tandem.config.schema.fields import SECTION
+from tandem.config.schema.fields import Section
 from tandem.config.schema.fsdp import FsdpConfig
 
 
-class RefConfig(BaseModel):
+class RefConfig(Section):
     """The reference policy."""
-
-    model_config = SECTION
 
     log_prob_micro_batch_size_per_gpu: int | None = Field(
         default=None,

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from tandem.config.schema.fields import SECTION, Strings, read_if
+from tandem.config.schema.fields import Section, Strings, read_if
 
 _RATE_LIMITED = "reward_model.reward_manager=rate_limited"
 
 _FUNCTION = "compute_score"
 
 
-class RewardConfig(BaseModel):
+class RewardConfig(Section):
     """The processes that compute rewards."""
-
-    model_config = SECTION
 
     num_workers: int = Field(default=2, ge=1, description="Number of reward processes.")
     timeout_s: float = Field(
@@ -66,10 +64,8 @@ class RewardConfig(BaseModel):
     )
 
 
-class OverlongBufferConfig(BaseModel):
+class OverlongBufferConfig(Section):
     """``overlong_buffer_cfg.*``: DAPO's soft penalty on long responses."""
-
-    model_config = SECTION
 
     enable: bool = Field(
         default=False, description="Penalize responses that end within the buffer."
@@ -93,10 +89,8 @@ class OverlongBufferConfig(BaseModel):
     )
 
 
-class RewardKwargs(BaseModel):
+class RewardKwargs(Section):
     """``reward_kwargs.*`` of the reward manager."""
-
-    model_config = SECTION
 
     overlong_buffer_cfg: OverlongBufferConfig = Field(
         default_factory=OverlongBufferConfig,
@@ -115,10 +109,8 @@ def _function_name(value: Any) -> Any:
     return _FUNCTION if value is None else value
 
 
-class CustomRewardConfig(BaseModel):
+class CustomRewardConfig(Section):
     """The user's reward functions; docs/rewards.md has their signatures."""
-
-    model_config = SECTION
 
     path: Strings = Field(
         default=(),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from tandem.config.schema.fields import SECTION, TRAINS, read_if
+from tandem.config.schema.fields import TRAINS, Section, read_if
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.reward import RewardKwargs
@@ -56,10 +56,8 @@ class ScoringModelConfig(ModelConfig):
     )
 
 
-class RewardModelConfig(BaseModel):
+class RewardModelConfig(Section):
     """A reward model, and the reward manager."""
-
-    model_config = SECTION
 
     enable: bool = Field(
         default=False,

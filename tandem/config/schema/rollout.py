@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from tandem.config.schema.dotted import ByName
-from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, Strings, read_if
+from tandem.config.schema.fields import VALIDATES, Dtype, Section, Seed, Strings, read_if
 
 ENGINES: Mapping[str, str] = {
     "auto": "tandem.rollout.factory:build_by_family",
@@ -55,10 +55,8 @@ _SCORES = (
 _MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
 
-class ValKwargs(BaseModel):
+class ValKwargs(Section):
     """``val_kwargs.*``: sampling in validation, which is greedy unless ``do_sample``."""
-
-    model_config = SECTION
 
     n: int = Field(default=1, ge=1, description="Number of samples per validation prompt.")
     do_sample: bool = Field(default=False, description="Sample. False: greedy decoding.")
@@ -91,10 +89,8 @@ CallFormatName = Literal[
 ]
 
 
-class EngineKwargs(BaseModel):
+class EngineKwargs(Section):
     """``engine_kwargs.*``: arguments of engines that are not tandem's own."""
-
-    model_config = SECTION
 
     vllm: dict[str, Any] = Field(
         default_factory=dict[str, Any],
@@ -111,10 +107,8 @@ class EngineKwargs(BaseModel):
     )
 
 
-class MultiTurnConfig(BaseModel):
+class MultiTurnConfig(Section):
     """``multi_turn.*``: conversations with tools and simulated users (docs/agents.md)."""
-
-    model_config = SECTION
 
     enable: bool = Field(
         default=False,
@@ -193,10 +187,8 @@ class MultiTurnConfig(BaseModel):
     )
 
 
-class AgentConfig(BaseModel):
+class AgentConfig(Section):
     """``agent.*``: the episodes of several turns."""
-
-    model_config = SECTION
 
     num_workers: int = Field(
         default=8,
@@ -251,10 +243,8 @@ def _present_name(name: object) -> object:
 EngineName = Annotated[str, ByName((*ENGINES, *ENGINES_NOT_BUILT)), BeforeValidator(_present_name)]
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Section):
     """Generation for training and, with ``val_kwargs``, for validation."""
-
-    model_config = SECTION
 
     name: EngineName = Field(
         default="auto",

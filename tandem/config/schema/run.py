@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from tandem.config.schema.actor import DEFAULT_MINI_BATCH, ActorConfig
 from tandem.config.schema.algorithm import AlgorithmConfig
 from tandem.config.schema.critic import CRITIC_FOLLOWS, CriticConfig
 from tandem.config.schema.data import DataConfig
-from tandem.config.schema.fields import SECTION, TRAINS, follow, read_if
+from tandem.config.schema.fields import TRAINS, Section, follow, read_if
 from tandem.config.schema.megatron import STAGE_KEYS
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.pools import PoolsConfig
@@ -43,10 +43,8 @@ _CALLS_FUNCTIONS = (
 )
 
 
-class ActorRolloutRefConfig(BaseModel):
+class ActorRolloutRefConfig(Section):
     """``actor_rollout_ref.*``: the policy in its three roles."""
-
-    model_config = SECTION
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy in training.")
@@ -113,10 +111,8 @@ def _with_small_mini_batches(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return follow(values, source)
 
 
-class RunConfig(BaseModel):
+class RunConfig(Section):
     """The configuration of ``tandem train``."""
-
-    model_config = SECTION
 
     data: DataConfig = Field(default_factory=DataConfig, description="Prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = Field(

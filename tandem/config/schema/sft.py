@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tandem.config.schema.data import DatasetConfig, PictureConfig, Truncation
 from tandem.config.schema.fields import (
-    SECTION,
     VALIDATES,
     LearningRate,
     MaxTrainRows,
     MaxValidationRows,
+    Section,
     Shuffles,
     ShuffleSeed,
     Strings,
@@ -38,10 +38,8 @@ Thinking = Annotated[bool | None, BeforeValidator(_thinking)]
 _READS_COLUMNS = "multiturn.enable=False: data.multiturn.enable=True reads conversations"
 
 
-class MultiturnConfig(BaseModel):
+class MultiturnConfig(Section):
     """``data.multiturn.*``: rows that are conversations; the turns of the assistant carry loss."""
-
-    model_config = SECTION
 
     enable: bool = Field(
         default=False, description="Rows are conversations instead of prompt and response."
@@ -69,10 +67,8 @@ class MultiturnConfig(BaseModel):
     )
 
 
-class SftDataConfig(BaseModel):
+class SftDataConfig(Section):
     """The rows to learn from."""
-
-    model_config = SECTION
 
     train_files: Strings = Field(
         default=("~/data/gsm8k/train.parquet",),
@@ -194,10 +190,8 @@ class SftTrainerConfig(TrainerConfig):
     )
 
 
-class SftConfig(BaseModel):
+class SftConfig(Section):
     """The configuration of ``tandem sft``."""
-
-    model_config = SECTION
 
     data: SftDataConfig = Field(
         default_factory=SftDataConfig, description="The rows to learn from."

@@ -13,6 +13,7 @@ from tandem.config.schema.fields import (
     SECTION,
     TRAINS,
     VALIDATES,
+    Section,
     Seed,
     StringGroups,
     Strings,
@@ -25,10 +26,8 @@ Frequency = int | Literal["after_each_epoch"]
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
 
-class RayConfig(BaseModel):
+class RayConfig(Section):
     """``ray_kwargs.*``: settings of Ray, which only a run of several processes starts."""
-
-    model_config = SECTION
 
     ray_init: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Arguments of ray.init, e.g. {num_cpus:8}."

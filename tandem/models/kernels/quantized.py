@@ -32,11 +32,6 @@ _COLUMNS = 32768
 """The most columns that a program of ``_gate`` holds at once; of more, it computes each twice."""
 
 
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two of at least ``number``."""
-    return 1 << (number - 1).bit_length()
-
-
 def add_norm(
     x_TD: Tensor, delta: Tensor | Product | None, *, weight_D: Tensor, eps: float
 ) -> tuple[QuantizedTokens, Tensor]:
@@ -73,7 +68,7 @@ def _launch_norm(
     eps: float,
 ) -> None:
     num_rows, hidden = x_TD.shape
-    block = _power_of_two(hidden)
+    block = triton.next_power_of_2(hidden)
     h_TD, scale_T, sum_TD = outputs.h_TD, outputs.scale_T, outputs.sum_TD
     product = delta if isinstance(delta, Product) else None
     added_TD = x_TD if delta is None else delta.raw_TN if isinstance(delta, Product) else delta
@@ -103,7 +98,7 @@ def heads(product: Product, layout: HeadLayout, *, angles: tuple[Tensor, Tensor]
     cos_T1E, sin_T1E = angles
     num_tokens, head_dim = len(product.raw_TN), layout.head_dim
     num_heads = layout.num_heads + 2 * layout.num_kv_heads
-    pairs = _power_of_two(head_dim // 2)
+    pairs = triton.next_power_of_2(head_dim // 2)
     rows = max(_PAIRS_PER_PROGRAM // pairs, 1)
     y_TME = torch.empty(
         (num_tokens, num_heads, head_dim), dtype=cos_T1E.dtype, device=cos_T1E.device
@@ -141,7 +136,7 @@ def gate(product: Product, *, max_columns: int = _COLUMNS) -> QuantizedTokens:
     """
     num_tokens, inner = product.raw_TN.shape[0], product.raw_TN.shape[1] // 2
     y = empty_tokens(num_tokens, inner, device=product.raw_TN.device)
-    block = min(_power_of_two(inner), max_columns)
+    block = min(triton.next_power_of_2(inner), max_columns)
     _gate[(num_tokens,)](
         y.values_TK,
         y.scale_T,

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.api import Capacity, EngineFailure
 from tandem.platforms.select import DTYPES
 from tandem.rollout.attached.delivery import Version
 from tandem.rollout.attached.fit import Misfit, fit_of
@@ -32,6 +32,7 @@ from tandem.rollout.canary import expected_log_probs, require_equal
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import WeightFeed, checkpoint_views
 from tandem.rollout.keyed_random import stream_keys
+from tandem.rollout.resting import Resting
 from tandem.rollout.sampler import DrawRule
 from tandem.types import Completion, GenerationRequest, SliceSpec
 
@@ -43,19 +44,13 @@ _FIRST_STEP_S = 0.02
 """The time of a decode step before one was measured."""
 
 
-class AttachedRolloutEngine:
+class AttachedRolloutEngine(Resting):
     """An ``api.RolloutEngine`` over a fleet of servers."""
 
     def __init__(self, spec: EngineSpec, fleet: Fleet) -> None:
         self._spec, self._fleet = spec, fleet
         config = spec.config
-        keeps_cache = config.partial_rollout == "keep_cache"
-        self.facts = EngineFacts(
-            shares_weights=False,
-            draws_by_key=True,
-            stops_within_sequences=True,
-            keeps_cache=keeps_cache,
-        )
+        self.facts = spec.own_facts
         self.capacity = Capacity(config.max_num_seqs * len(fleet.members), None)
         self._dtype = DTYPES[fleet.members[0].facts.dtype]
         self._manifest = [
@@ -63,13 +58,12 @@ class AttachedRolloutEngine:
             for name, view in checkpoint_views(spec.model)
         ]
         self._name = f"tandem-{secrets.token_hex(6)}"
-        self._keeps_cache = keeps_cache
         self._sink = AttachedSink(
             fleet,
             self._manifest,
             choose=self._choose,
             name=self._name,
-            keeps_cache=keeps_cache,
+            keeps_cache=self.facts.keeps_cache,
             on_end=self._expect,
         )
         self._queue: deque[Sample] = deque()
@@ -95,9 +89,6 @@ class AttachedRolloutEngine:
                 )
                 self._num_unfinished += 1
 
-    def forget(self, sample_ids: Sequence[int]) -> None:
-        """Do nothing: earlier turns are in the servers' prefix caches, which give way alone."""
-
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes; see ``api.Rollout``.
 
@@ -121,9 +112,6 @@ class AttachedRolloutEngine:
                 break
         self._measure(finished)
         return finished
-
-    def settle(self) -> None:
-        """Return at once: the servers pause while they receive weights."""
 
     def set_weights_version(self, version: int) -> bool:
         """Use the weights that the sink has received as ``version``."""
@@ -150,9 +138,6 @@ class AttachedRolloutEngine:
         """Return whether there is nothing to generate. The servers' devices are their own."""
         return not self._num_unfinished
 
-    def wake(self) -> None:
-        """Do nothing: the servers have their memory."""
-
     def close(self) -> None:
         """Give up what is under way; idempotent. The servers go on without this run."""
         self._sink.close()
@@ -174,7 +159,7 @@ class AttachedRolloutEngine:
                 self._manifest,
                 choose=lambda member=member: [member],
                 name=self._name,
-                keeps_cache=self._keeps_cache,
+                keeps_cache=self.facts.keeps_cache,
                 on_end=self._expect,
             )
             try:

@@ -33,6 +33,7 @@ from tandem.rollout.native.scheduler import Admission, Removal, Row, Scheduler
 from tandem.rollout.native.shelf import Shelf
 from tandem.rollout.packing import cost_of, in_passes, pack
 from tandem.rollout.recording import recorder_of, routes_like
+from tandem.rollout.resting import Resting
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig, Substitute
 from tandem.types import Completion, GenerationRequest, TokenIds
@@ -56,7 +57,7 @@ class _Prefill:
         return _Prefill(self.states.part(tokens), (alone,), self.logits_PV[index, None].clone())
 
 
-class NativeRolloutEngine:
+class NativeRolloutEngine(Resting):
     """An ``api.RolloutEngine`` on one device. It reads the decoder and never copies it."""
 
     def __init__(
@@ -108,9 +109,6 @@ class NativeRolloutEngine:
         """Give up the states of samples that get no further turn."""
         self._shelf.forget(sample_ids)
 
-    def settle(self) -> None:
-        """Return at once: between two advances nothing is being computed."""
-
     def sleep(self) -> bool:
         """Free the cache, unless there is something to generate. Return whether it was freed."""
         if self._scheduler.has_work:
@@ -121,14 +119,8 @@ class NativeRolloutEngine:
             self._substitute.free()
         return True
 
-    def wake(self) -> None:
-        """Do nothing: the next ``advance`` allocates a cache."""
-
     def sink(self) -> None:
         """Return None: the decoder's own weights change."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def set_weights_version(self, version: int) -> bool:
         """Tag later tokens with ``version``. The next step recomputes the cache, unless kept."""

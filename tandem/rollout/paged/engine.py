@@ -37,6 +37,7 @@ from tandem.rollout.paged.rounds import Round, Rounds
 from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep, batch_sizes
 from tandem.rollout.recording import recorder_of, routes_like
+from tandem.rollout.resting import Resting
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
 
@@ -86,7 +87,7 @@ class _Flight:
     event: torch.Event | None
 
 
-class PagedRolloutEngine:
+class PagedRolloutEngine(Resting):
     """An ``api.RolloutEngine`` on one accelerator. It reads the decoder and never copies it."""
 
     def __init__(
@@ -151,11 +152,6 @@ class PagedRolloutEngine:
         self._finished: list[Completion] = []
         self.num_prefilled_tokens = self.num_decoded_tokens = 0
 
-    @property
-    def num_preempted(self) -> int:
-        """The number of times a sequence was put back because pages ran out."""
-        return self._scheduler.num_preempted
-
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed. Raise UserError if one never fits into the cache."""
         for request in requests:
@@ -187,14 +183,8 @@ class PagedRolloutEngine:
             self._rounds.free()
         return True
 
-    def wake(self) -> None:
-        """Do nothing: the next ``advance`` allocates a cache."""
-
     def sink(self) -> None:
         """Return None: the decoder's own weights change."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return how many tokens were prefilled, decoded and kept between turns, how many sequences

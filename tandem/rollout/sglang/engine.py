@@ -12,7 +12,6 @@ each, and all of them are children of the first of its processes (``follower``).
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.api import Capacity, EngineFailure
 from tandem.platforms.select import DTYPES
 from tandem.rollout.canary import (
     CANARY_LENGTH,
@@ -34,14 +33,13 @@ from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import manifest_of
 from tandem.rollout.glm_network import config_as_glm
 from tandem.rollout.keyed_random import stream_keys
+from tandem.rollout.resting import Resting
 from tandem.rollout.sglang.arguments import FREE_POSITIONS, engine_arguments
 from tandem.rollout.sglang.client import SglangProcess
 from tandem.rollout.sglang.follower import Follower
 from tandem.rollout.sglang.keys import interpreter
 from tandem.rollout.sglang.weights import SglangSink, SharedMemory
 from tandem.types import Completion, GenerationRequest, TokenIds
-
-logger = logging.getLogger(__name__)
 
 _GREEDY = (0.0, -1, 1.0)
 _DEFAULT_POSITIONS = 4096
@@ -53,7 +51,7 @@ class _Sample:
     eos_ids: TokenIds
 
 
-class SglangRolloutEngine:
+class SglangRolloutEngine(Resting):
     """An ``api.RolloutEngine`` over a child process."""
 
     def __init__(
@@ -61,7 +59,7 @@ class SglangRolloutEngine:
     ) -> None:
         """Take the process, which maps ``memory`` and computes in ``dtype``."""
         self._spec, self._process, self._memory, self._dtype = spec, process, memory, dtype
-        self.facts = _facts(spec)
+        self.facts = spec.own_facts
         self.capacity = Capacity(spec.config.max_num_seqs, int(process.facts["cache_tokens"]))
         self._sink = SglangSink(
             process,
@@ -100,9 +98,6 @@ class SglangRolloutEngine:
                 )
         self._process.call("add", {"samples": samples})
 
-    def forget(self, sample_ids: Sequence[int]) -> None:
-        """Do nothing: earlier turns are in the engine's prefix cache, which gives way by itself."""
-
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes. The canary of new weights comes first."""
         if not self._samples:
@@ -112,9 +107,6 @@ class SglangRolloutEngine:
             self._expected_R = None
         found = self._process.call("advance", {"max_steps": max_steps})
         return [self._complete(one) for one in found]
-
-    def settle(self) -> None:
-        """Return at once: nothing is computed between two calls."""
 
     def set_weights_version(self, version: int) -> bool:
         """Use the weights that the sink has received as ``version``."""
@@ -135,9 +127,6 @@ class SglangRolloutEngine:
     def sleep(self) -> bool:
         """Return whether there is nothing to generate. No memory is freed."""
         return not self._samples
-
-    def wake(self) -> None:
-        """Do nothing: the memory is there."""
 
     def close(self) -> None:
         """End SGLang's processes; idempotent."""
@@ -182,7 +171,7 @@ def build(spec: EngineSpec) -> SglangRolloutEngine | Follower:
     if spec.rank % spec.config.ranks_per_engine == 0:
         return build_here(spec)
     manifest = manifest_of(spec.model, spec.model.lm_head_weight.dtype)
-    return Follower(_facts(spec), Capacity(spec.config.max_num_seqs, None), manifest=manifest)
+    return Follower(spec.own_facts, Capacity(spec.config.max_num_seqs, None), manifest=manifest)
 
 
 def build_here(spec: EngineSpec) -> SglangRolloutEngine:
@@ -227,15 +216,6 @@ def build_here(spec: EngineSpec) -> SglangRolloutEngine:
         engine.close()
         raise
     return engine
-
-
-def _facts(spec: EngineSpec) -> EngineFacts:
-    return EngineFacts(
-        shares_weights=False,
-        draws_by_key=True,
-        stops_within_sequences=True,
-        keeps_cache=spec.config.partial_rollout == "keep_cache",
-    )
 
 
 def _require_room(spec: EngineSpec, cache_tokens: int) -> None:

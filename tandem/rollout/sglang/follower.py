@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from tandem.api import Capacity, EngineFacts
+from tandem.rollout.resting import Resting
 from tandem.types import Completion, GenerationRequest, SliceSpec
 
 
-class Follower:
+class Follower(Resting):
     """An ``api.RolloutEngine`` that generates nothing. It is its own sink, and drops weights.
 
     Args:
@@ -32,15 +33,9 @@ class Follower:
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Do nothing."""
 
-    def forget(self, sample_ids: Sequence[int]) -> None:
-        """Do nothing."""
-
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Return no completions."""
         return []
-
-    def settle(self) -> None:
-        """Return at once."""
 
     def set_weights_version(self, version: int) -> bool:
         """Accept any version."""
@@ -70,9 +65,3 @@ class Follower:
     def sleep(self) -> bool:
         """Return that nothing is to be generated."""
         return True
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -22,7 +22,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tandem.api import Capacity, EngineFacts, EngineFailure, RolloutEngine
+from tandem.api import Capacity, EngineFailure, RolloutEngine
 from tandem.platforms.environment import set_defaults
 from tandem.rollout.attached.engine import build as build_attached
 from tandem.rollout.canary import NUM_TOKENS, canary_tokens, expected_log_probs, require_equal
@@ -78,13 +78,7 @@ class VllmRolloutEngine:
         self._spec, self._engine, self._ranks = spec, engine, ranks
         self._streams, self._log_probs = draws.streams, draws.log_probs
         config, cache = spec.config, engine.vllm_config.cache_config
-        self._keeps_cache = config.partial_rollout == "keep_cache"
-        self.facts = EngineFacts(
-            shares_weights=False,
-            draws_by_key=True,
-            stops_within_sequences=True,
-            keeps_cache=self._keeps_cache,
-        )
+        self.facts = spec.own_facts
         self.capacity = Capacity(config.max_num_seqs, cache.num_gpu_blocks * cache.block_size)
         self._dtype: torch.dtype = engine.vllm_config.model_config.dtype
         worker = engine.model_executor.driver_worker
@@ -170,7 +164,7 @@ class VllmRolloutEngine:
         is_new = self._expected_R is not None and _CANARY not in self._streams
         if version == self._version and not is_new:
             return True
-        if not self._keeps_cache and not self._engine.reset_prefix_cache(
+        if not self.facts.keeps_cache and not self._engine.reset_prefix_cache(
             reset_running_requests=True
         ):
             raise EngineFailure("vLLM did not empty its prefix cache")

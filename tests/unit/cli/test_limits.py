@@ -86,7 +86,7 @@ DEEP = json.dumps({"step": 1}) + "\n" + '{"step":2,"a":' + "[" * 100_000 + "]" *
         ("settings.jsonl", "[]\n{}\n", "line 1 is not a JSON object"),
         ("restarts.jsonl", '{"restart": 1, "step": 2}\n', "line 1 is no record of a restart"),
         ("metrics.jsonl", DEEP + "{}\n", "line 2 is not a JSON object"),
-        ("config.json", "[" * 100_000, "is not JSON"),
+        ("config.json", "[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_damaged_files_of_a_run_are_named(

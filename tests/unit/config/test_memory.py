@@ -248,7 +248,8 @@ def test_devices_that_shard_hold_their_share_and_gather_the_rest_for_a_moment() 
     assert plan.optimizer == 8 * (parameters // 4)
     assert plan.reference == 2 * (parameters // 4)
     assert plan.rollout == 2 * parameters
-    embedding, layer = 151936 * 896, sizes().layer_parameters
+    embedding = 151936 * 896
+    layer = (parameters - embedding) // 24
     assert plan.gathered == 2 * (embedding + 2 * layer) + 6 * embedding
     assert plan.cache == one().cache // 4
     assert plan.activations == one().activations

@@ -53,6 +53,11 @@ def test_unknown_rows_leave_null_fields_and_the_rest_stands() -> None:
     assert content["optimizer_steps_per_step"] == 2
 
 
+def test_ppo_epochs_multiply_optimizer_steps() -> None:
+    content = plan("actor_rollout_ref.actor.ppo_epochs=3").to_dict()
+    assert content["optimizer_steps_per_step"] == 3 * 2
+
+
 def test_max_samples_count() -> None:
     assert plan("data.train_max_samples=9").schedule.steps_per_epoch == 1
     assert plan("data.train_max_samples=-1").schedule.steps_per_epoch == 2

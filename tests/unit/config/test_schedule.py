@@ -26,7 +26,6 @@ def schedule(num_rows: int, batch_size: int = 128, **trainer: Any) -> Schedule:
 def test_gsm8k_with_batches_of_128_has_58_steps() -> None:
     plan = schedule(7473, test_freq=5)
     assert (plan.steps_per_epoch, plan.total_training_steps) == (58, 58)
-    assert plan.optimizer_steps_per_step == 2
     assert plan.validation_steps == (*range(0, 56, 5), 58)
 
 
@@ -70,12 +69,6 @@ def test_without_validation_files_there_is_no_validation() -> None:
     assert schedule_run(RunConfig.model_validate(tree), 512).validation_steps == ()
 
 
-def test_ppo_epochs_multiply_optimizer_steps() -> None:
-    tree = {"actor_rollout_ref": {"actor": {"ppo_epochs": 3}}}
-    config = RunConfig.model_validate(tree)
-    assert schedule_run(config, 1024).optimizer_steps_per_step == 1024 // 256 * 3
-
-
 def test_rows_that_do_not_fill_a_batch_are_an_error_with_the_remedy() -> None:
     with pytest.raises(UserError) as caught:
         schedule(100)
@@ -85,8 +78,8 @@ def test_rows_that_do_not_fill_a_batch_are_an_error_with_the_remedy() -> None:
     )
 
 
-def test_sft_makes_one_optimizer_step_per_step_and_does_not_validate_first() -> None:
+def test_sft_does_not_validate_first() -> None:
     tree = {"data": {"val_files": "v.parquet"}, "trainer": {"test_freq": 3, "total_epochs": 2}}
     plan = schedule_run(SftConfig.model_validate(tree), 1024)
-    assert (plan.total_training_steps, plan.optimizer_steps_per_step) == (8, 1)
+    assert plan.total_training_steps == 8
     assert plan.validation_steps == (3, 6, 8)

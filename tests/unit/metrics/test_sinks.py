@@ -15,7 +15,7 @@ from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 from tandem.metrics.activity import Activity
 from tandem.metrics.console import LineSink
-from tandem.metrics.sinks import GuardedSink, open_sinks, require_loggers
+from tandem.metrics.sinks import GuardedSink, SinkSettings, open_sinks, require_loggers
 from tandem.types import StepReport
 
 
@@ -26,15 +26,16 @@ class _Terminal(io.StringIO):
 
 def _run(folder, loggers, steps, *, keep_through_step=-1, stream=None, environment=None):
     trainer = TrainerConfig(logger=loggers, project_name="p", experiment_name="e")
-    sinks = open_sinks(
-        trainer,
-        folder,
+    settings = SinkSettings(
+        trainer=trainer,
+        run_folder=folder,
         total_steps=4,
         keep_through_step=keep_through_step,
         environment=environment or {},
         stream=stream or io.StringIO(),
         activity=Activity(),
     )
+    sinks = open_sinks(settings)
     for step in steps:
         for sink in sinks:
             sink.write(StepReport(step, {"critic/score/mean": step / 3}))

@@ -24,8 +24,8 @@ from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import BASE_FILE, adapter_tensors
 from tandem.models.decoder import Granularity
 from tandem.models.folder import adapt_folder, check_folder, open_model
-from tandem.models.language_model import score_batch
 from tandem.models.weights import WEIGHTS_FILE, file_views, sums_with_adapters
+from tests.fakes.scoring import score_batch
 from tests.fakes.tiny_adapters import ALL, SECTION, open_adapted, spread_b
 from tests.unit.models.tiny_models import NATIVE, pack_shared, sample_sequences, write_hf
 

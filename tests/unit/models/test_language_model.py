@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from tandem.models.folder import ModelFolder, check_critic_folder, open_part
-from tandem.models.language_model import LanguageModel, score_batch
+from tandem.models.language_model import LanguageModel
 from tandem.models.parallel import WHOLE
+from tests.fakes.scoring import score_batch
 from tests.unit.models.tiny_models import NATIVE, pack_shared, write_hf
 
 FIRST, SECOND = [3, 5, 7, 9], [11, 13]

@@ -19,7 +19,8 @@ from tandem.data.packing import pack
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import merge_adapter
-from tandem.models.language_model import NativeModel, score_batch
+from tandem.models.language_model import NativeModel
+from tests.fakes.scoring import score_batch
 from tests.fakes.tiny_adapters import ALL, open_adapted, spread_b
 from tests.fakes.tiny_vision import FAMILIES, write_seeing
 from tests.unit.models.test_vision import make_batch, their_log_probs

@@ -15,11 +15,12 @@ from tandem.data.packing import TrainSequence, pack
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
 from tandem.models.folder import open_model
-from tandem.models.language_model import NativeModel, score_batch
+from tandem.models.language_model import NativeModel
 from tandem.models.sight import see
 from tandem.models.weights import check_weights, file_tensors, read_config
 from tandem.pictures import total_shift
 from tandem.types import Segments
+from tests.fakes.scoring import score_batch
 from tests.fakes.tiny_vision import (
     FAMILIES,
     IMAGE,

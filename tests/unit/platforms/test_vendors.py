@@ -35,7 +35,6 @@ def facts(platform: Platform) -> dict[str, Any]:
         "renumbering_variable": visibility.renumbering,
         "ray_resource": visibility.resource,
         "ray_hands_out_names": visibility.is_known_to_ray,
-        "ray_switch": visibility.ray_switch,
         "collectives": platform.collectives,
         "world": world_backend(platform.device_type, platform.collectives),
         "averages": platform.averages,

@@ -285,7 +285,7 @@ def test_a_damaged_config_is_named(tmp_path):
     _metrics(tmp_path, 1)
     (tmp_path / "config.json").write_text("{")
 
-    with pytest.raises(UserError, match="config.json: is not JSON"):
+    with pytest.raises(UserError, match="config.json: is not valid JSON"):
         write_report(tmp_path, tmp_path / "report.html")
 
 

@@ -12,12 +12,12 @@ import torch
 
 from tandem.data.packing import TrainSequence, pack
 from tandem.engines.steps import score
-from tandem.models.language_model import score_batch
 from tandem.models.routing import expert_layers
 from tandem.pipeline.batch import sequence_of
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.types import GenerationRequest, Prompt, SamplingParams, Span, Trajectory
 from tests.fakes.draining import drain_by_sample
+from tests.fakes.scoring import score_batch
 from tests.unit.models.tiny_models import EXPERTS, open_fp32, write_hf
 
 PROMPTS = ((3, 5, 7), (11,), (20, 21, 22, 23, 24, 25))

@@ -11,12 +11,12 @@ import torch
 
 from tandem.data.packing import TrainSequence, pack
 from tandem.models.folder import check_folder, freeze_tower, open_model, open_part
-from tandem.models.language_model import score_batch
 from tandem.models.parallel import WHOLE
 from tandem.models.vision import VisionTower
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import GenerationRequest, SamplingParams
+from tests.fakes.scoring import score_batch
 from tests.fakes.tiny_vision import FAMILIES, VOCAB, draw_prompt, theirs, write_seeing
 
 GREEDY = SamplingParams(0.0, 1.0, -1, 64, ignore_eos=True)

@@ -19,9 +19,7 @@ HERE, THERE = "10.0.0.1", "10.0.0.2"
 
 
 def worker(pool: str, device: str, *, address: str = HERE) -> WorkerInfo:
-    place = WorkerPlace(
-        pool, 0, 1, node=0, node_address=address, local_rank=0, local_size=1, physical_id=device
-    )
+    place = WorkerPlace(pool, 0, 1, node=0, node_address=address, physical_id=device)
     return WorkerInfo(place, f"CUDA_VISIBLE_DEVICES={device}", "one.host", pid=1, log="")
 
 

@@ -22,7 +22,7 @@ from tandem.platforms.vendors import MUSA
 from tandem.runtime.failure import ReportedError
 from tandem.runtime.worker_process import WorkerAssignment, WorkerProcess, interface_variables
 
-PLACE = WorkerPlace("train", 1, 2, node=0, node_address="127.0.0.1", local_rank=1, local_size=2)
+PLACE = WorkerPlace("train", 1, 2, node=0, node_address="127.0.0.1")
 
 
 @pytest.fixture

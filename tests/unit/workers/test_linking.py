@@ -25,9 +25,7 @@ ASKED_FOR = replace(CROSSING, settings=replace(SETTINGS, transport=TransportKind
 
 
 def _place(spec: LinkSpec, flagcx_path: Path) -> LinkPlace:
-    place = WorkerPlace(
-        "generate", 1, 2, 0, "127.0.0.1", local_rank=1, local_size=2, flagcx_path=str(flagcx_path)
-    )
+    place = WorkerPlace("generate", 1, 2, 0, "127.0.0.1", flagcx_path=str(flagcx_path))
     device = torch.device("cpu")
     return link_place(spec, place, generation=0, platform=CUDA, device=device)
 

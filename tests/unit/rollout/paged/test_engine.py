@@ -145,7 +145,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> 
     engine = PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
     engine.add(requests)
     completions = drain_by_sample(engine)
-    assert engine.num_preempted == 1
+    assert engine.metrics()["num_preempted"] == 1
     _assert_same(completions, _expected(decoder, requests))
 
 

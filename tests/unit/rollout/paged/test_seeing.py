@@ -133,4 +133,4 @@ def test_preempted_rows_see_their_pictures_again(folder: Path, device: torch.dev
     paged = _paged(_decoder(folder, device, TRITON), num_pages=3)
     paged.add([request])
     _assert_same(drain_by_sample(paged), drain_by_sample(dense))
-    assert paged.num_preempted == 1
+    assert paged.metrics()["num_preempted"] == 1

@@ -72,7 +72,7 @@ def test_each_prompt_is_prefilled_again_once_and_samples_behind_it(decoder: Deco
     # The newest token of each is fed to the next step.
     again = (PAGE_TOKENS + 5) + 1 + 3 * (num_old - 1)
     assert engine.num_prefilled_tokens - before == again
-    assert engine.num_preempted == 0
+    assert engine.metrics()["num_preempted"] == 0
     assert {c.version_runs[1][0] for c in finished} == {2}
     assert_drawn(decoder, requests, finished, seed=SEED)
 
@@ -122,7 +122,7 @@ def test_what_is_preempted_after_a_switch_comes_back_behind_its_prompt(decoder: 
         engine.advance(max_steps=WINDOW_TOKENS)
         engine.settle()
         finished = drain(engine)
-    assert engine.num_preempted == 1
+    assert engine.metrics()["num_preempted"] == 1
     again, own = 70 + length + 2 * WINDOW_TOKENS, WINDOW_TOKENS + 1
     assert engine.num_prefilled_tokens == 70 + length + again + own
     assert_drawn(decoder, requests, finished, seed=SEED)
