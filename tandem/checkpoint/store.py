@@ -52,14 +52,14 @@ class Checkpoint:
 
     def read_state(self) -> dict[str, Any]:
         """Return the pipeline's state. Raise UserError if the file is missing or damaged."""
-        path = self.folder / STATE_NAME
         try:
-            return read_object(path)
+            return read_object(self.folder / STATE_NAME)
         except (OSError, ValueError) as error:
+            reason = error if isinstance(error, OSError) else f"it {error}"
             raise UserError(
                 "trainer.resume_from_path",
                 str(self.folder),
-                rule=f"{STATE_NAME} cannot be read ({error})",
+                rule=f"{STATE_NAME} cannot be read: {reason}",
                 remedy="Name a folder global_step_N that tandem wrote, or set "
                 "trainer.resume_mode=disable.",
             ) from error
@@ -161,7 +161,7 @@ class CheckpointStore:
             yield partial
             (partial / STATE_NAME).write_text(json.dumps(state))
             if self._config:
-                (partial / CONFIG_NAME).write_text(self._config)
+                (partial / CONFIG_NAME).write_text(self._config, encoding="utf-8")
             write_manifest(partial)
             _flush_tree(partial)
             if target.exists():

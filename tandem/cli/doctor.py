@@ -190,7 +190,7 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
         tandem=importlib.import_module("tandem").__version__,
         python=platform.python_version(),
         system=platform.platform(),
-        cpu_cores=len(os.sched_getaffinity(0)),  # a container may have fewer than its machine
+        cpu_cores=_usable_cores(),
         torch=torch,
         platform=platform_facts,
         disk_free_bytes=free,
@@ -199,6 +199,13 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
         problems=tuple(problems),
         warnings=tuple(warnings),
     )
+
+
+def _usable_cores() -> int:
+    """Return the cores that this process may use; a container may have fewer than its machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _version(name: str) -> str | None:

@@ -191,7 +191,10 @@ class _HostWork:
             if self.work.is_completed():
                 break
             deadline.check()
-        _DeviceWork(self.work).wait(deadline)  # raises its error
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise GroupError(_first_sentence(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

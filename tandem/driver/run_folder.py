@@ -216,7 +216,7 @@ def _write_config(config: RunConfig | SftConfig, start: Start) -> None:
         return  # it tells which settings made the training steps
     # Renamed when complete, so a reader never finds half of it.
     partial = folder / f".{CONFIG_FILE}.partial"
-    partial.write_text(config.model_dump_json(indent=2))
+    partial.write_text(config.model_dump_json(indent=2), encoding="utf-8")
     os.replace(partial, folder / CONFIG_FILE)
     if start.checkpoint is None or not start.changes or config.trainer.val_only:
         return

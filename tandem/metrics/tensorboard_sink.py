@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tandem.config.schema.imports import describe
+from tandem.errors import UserError
 from tandem.types import StepReport
 
 _FLUSH_SECONDS = 10
@@ -14,9 +16,20 @@ class TensorBoardSink:
     """A ``tandem.api.MetricSink`` that writes scalars to TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        """Write events into ``folder``, and hide earlier ones from ``first_step`` on."""
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+        """Write events into ``folder``, and hide earlier ones from ``first_step`` on.
 
+        Raises:
+            UserError: tensorboard, or what it needs, does not import.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+        except ImportError as error:
+            raise UserError(
+                "trainer.logger",
+                "tensorboard",
+                rule=f"torch.utils.tensorboard does not import: {describe(error)}",
+                remedy="Repair it (pip install tensorboard) or remove it from trainer.logger.",
+            ) from error
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=_FLUSH_SECONDS)
 
     def write(self, report: StepReport) -> None:

@@ -2,7 +2,7 @@
 """The interface of models to engines, and its implementation by our own decoder.
 
 The interface hides which modelling code runs, and on how many processes. All processes of the
-model's layout call ``score_batch`` with the same batch. Only a model with a ``decoder`` can
+model's layout call ``hidden`` with the same batch. Only a model with a ``decoder`` can
 generate with the native rollout engine.
 """
 

@@ -51,10 +51,13 @@ class AdmissionGate:
     async def release_trained(self, count: int) -> None:
         """Release the slots of ``count`` prompts: weights trained on them are in use."""
         self._num_trained += count
-        await self.release_dropped(count)
+        await self._release(count)
 
     async def release_dropped(self, count: int) -> None:
         """Release the slots of ``count`` prompts that will not be trained on."""
+        await self._release(count)
+
+    async def _release(self, count: int) -> None:
         if count > self._num_open:
             raise RuntimeError(f"released {count} slots, only {self._num_open} were charged")
         async with self._changed:

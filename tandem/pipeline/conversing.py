@@ -143,6 +143,10 @@ class Conversing:
         text, end = self.codec.decode([turn_ids, turn_ids[-1:]], skip_special=False)
         return text, end if is_closed else ""
 
+    def dialogue_of(self, schemas: Sequence[ToolSchema]) -> Dialogue:
+        """Return the dialogue for these tools of the run; it is made once."""
+        return self._dialogue(schemas)
+
     def dialogue_with(self, schemas: Sequence[ToolSchema]) -> Dialogue:
         """Return the dialogue for the tools of a request; it is made once.
 
@@ -150,7 +154,7 @@ class Conversing:
             DialogueRefused: the chat template cannot carry calls and results.
         """
         is_known = json.dumps(schemas) in self.dialogues
-        dialogue = self.dialogue_of(schemas)
+        dialogue = self._dialogue(schemas)
         if schemas and not is_known:
             (fact,) = dialogue.probe((TOOL,))
             if fact.fault:
@@ -158,7 +162,7 @@ class Conversing:
                 raise DialogueRefused(fact.fault)
         return dialogue
 
-    def dialogue_of(self, schemas: Sequence[ToolSchema]) -> Dialogue:
+    def _dialogue(self, schemas: Sequence[ToolSchema]) -> Dialogue:
         key = json.dumps(schemas)
         if key not in self.dialogues:
             if len(self.dialogues) >= _MAX_DIALOGUES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of rollout engines that need nothing between their calls."""
+"""The methods of a rollout engine that most engines have nothing to do in."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 
 class Resting:
-    """The methods of ``api.RolloutEngine`` of an engine that keeps nothing and holds nothing."""
+    """Methods of ``api.RolloutEngine`` that do nothing. An engine overrides those that must act."""
 
     def forget(self, sample_ids: Sequence[int]) -> None:
         """Do nothing: nothing is kept between turns, or it gives way by itself."""
 
     def settle(self) -> None:
-        """Return at once: between two calls nothing is being computed."""
+        """Return at once: nothing is being computed that weights may not change under."""
 
     def wake(self) -> None:
         """Do nothing: the memory is there, or the next ``advance`` allocates it."""

@@ -196,11 +196,12 @@ def train_rank(
     """Train some steps as one rank."""
     reports: list[UpdateReport] = []
     for _ in range(num_steps):
-        reports.append(
-            engine.update(
-                batches, loss, scale=SCALE, temperature=TEMPERATURE, num_rounds=num_rounds
+        with engine.on_device():  # and off it afterwards, with param_offload
+            reports.append(
+                engine.update(
+                    batches, loss, scale=SCALE, temperature=TEMPERATURE, num_rounds=num_rounds
+                )
             )
-        )
         engine.advance_schedule()
     recording = [replace(batch, with_routes=True) for batch in batches]
     scores = engine.score(recording, TEMPERATURE, num_rounds=num_rounds)

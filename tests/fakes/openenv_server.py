@@ -66,8 +66,6 @@ async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place
                 secret = data["seed"] % 10
                 text = f"Guess a number below {data.get('below', 10)}."
                 answer = observed({"text": text, "done": False}, None, data.get("over", False))
-            elif message["type"] == "state":
-                answer = {"type": "state", "data": {"secret": secret}}
             else:
                 answer = step(data, secret)
             await send(writer, answer)

@@ -18,7 +18,7 @@ SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, al
 
 
 class Section(BaseModel):
-    """A section of the configuration."""
+    """A section of the configuration that no other class extends."""
 
     model_config = SECTION
 

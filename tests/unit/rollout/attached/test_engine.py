@@ -261,7 +261,7 @@ def test_a_silent_server_is_left_out(
     monkeypatch.setattr(fleet_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(fleet_module, "PROBES", (("/health", 3.0),))
     # Five rows of samples take the other one longer than the silence and the probe.
-    first, second = start(step_s=0.01), start(step_s=0.1)
+    first, second = start(step_s=0.01), start(step_s=0.15)
     spec = _spec(folder, [first.url, second.url])
     expected = _native(spec, REQUESTS)
     engine, rollout = _attach(spec)
