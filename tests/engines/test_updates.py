@@ -7,15 +7,19 @@ update that fails.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tandem.api import EngineFailure
 from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.vllm import weights as weights_module
 from tandem.rollout.vllm.engine import build
 from tandem.rollout.vllm.weights import VllmSink
+from tandem.testing.contracts.rollout import EngineBench
 from tests.engines.bench import (
     MAX_ERROR,
     largest_error,
@@ -89,6 +93,61 @@ def test_v16_an_engine_computes_nothing_after_an_update_that_failed(tmp_path: Pa
         for _ in range(2):
             with pytest.raises(EngineFailure, match="vLLM: version 1 was not loaded whole"):
                 bench.engine.advance()
+
+
+@pytest.mark.parametrize("family", ["qwen2 tied", "qwen3_moe"])
+def test_later_versions_are_loaded_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Many small ones, the last of which is not full. Each version is right."""
+    monkeypatch.setattr(weights_module, "_GROUP_BYTES", 10_000)
+    with running(build, open_spec(write_model(tmp_path, family))) as bench:
+        groups = watched_groups(bench, monkeypatch)
+        check_versions(bench)
+        assert len(groups) > 3 and max(map(len, groups)) > 1
+        tensors = [name for name, _ in checkpoint_views(bench.model)]
+        assert [name for group in groups for name in group][: len(tensors)] == tensors
+
+
+@pytest.mark.parametrize(
+    ("dropped", "says"),
+    [
+        ("layers.0.mlp.down_proj.weight", "vLLM dropped .*layers.0.mlp.down_proj.weight"),
+        (
+            "layers.1.self_attn.q_proj.weight",
+            "log-probs of known tokens differ",
+        ),  # k, v write it too
+    ],
+)
+def test_what_is_dropped_from_a_later_version_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str, says: str
+) -> None:
+    with running(build, open_spec(write_model(tmp_path, "qwen2 tied"))) as bench:
+        bench.use_new_weights(1)
+        watched_groups(bench, monkeypatch, dropped=dropped)
+        with pytest.raises(EngineFailure, match=says):
+            bench.use_new_weights(2)
+            bench.generate([bench.request(0)])
+
+
+def watched_groups(
+    bench: EngineBench, monkeypatch: pytest.MonkeyPatch, *, dropped: str = "nothing"
+) -> list[list[str]]:
+    """Return the names that vLLM's loader is called with from now on, by call. It does not see
+    those that end in ``dropped``.
+    """
+    sink = bench.engine.sink()
+    assert isinstance(sink, VllmSink)
+    model, groups = sink._model(), list[list[str]]()
+    load = model.load_weights
+
+    def watched(pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        kept = [(name, tensor) for name, tensor in pairs if not name.endswith(dropped)]
+        groups.append([name for name, _ in kept])
+        return load(kept)
+
+    monkeypatch.setattr(model, "load_weights", watched)
+    return groups
 
 
 def _resident_bytes() -> int:

@@ -5,6 +5,10 @@ vLLM handles fused, padded and packed layouts. The sink checks names in both dir
 of the manifest must arrive and be loaded, and each parameter of vLLM's model must be written. vLLM
 itself only logs a parameter that is skipped. If the processes of an engine divide the experts, an
 expert is loaded by one of them.
+
+The first version is loaded tensor by tensor, which shows what each of them writes. Later versions
+are loaded in groups of tensors, each of which must write what its tensors wrote: each call of
+vLLM's loader searches the whole model.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from tandem.rollout.vllm.library import of_vllm
 from tandem.types import SliceSpec
 
 _RELOAD = "model_executor.model_loader.reload"
+_GROUP_BYTES = 1 << 28
+"""A group is loaded when it holds so much. Its copies are beside what vLLM holds itself."""
 _EXPERT = ".experts."
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
@@ -68,8 +74,10 @@ class VllmSink:
         self._loaded_by_any = loaded_by_any
         self._manifest = manifest
         self._on_end = on_end
+        self._is_tied = not any(spec.name == _HEAD for spec in manifest)
         self._missing: dict[str, None] = {}
-        self._loaded: dict[str, bool] = {}
+        self._group: dict[str, Tensor] = {}
+        self._written: dict[str, frozenset[str]] = {}
         self._unwritten: set[str] = set()
         self._first_names: dict[str, str] = {}
         self._opened: int | None = None
@@ -83,7 +91,7 @@ class VllmSink:
         model = self._model()
         self._opened = version
         self._missing = dict.fromkeys(spec.name for spec in self._manifest)
-        self._loaded = {}
+        self._group = {}
         # A tied head is listed apart from its embedding once the model is open.
         self._first_names = _first_names(model)
         with self._context(), self._target.device:
@@ -95,25 +103,35 @@ class VllmSink:
         }
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Load one tensor. vLLM holds a copy until the layer of the tensor is whole."""
+        """Copy one tensor, and load it or the group of those that have come."""
         if name not in self._missing:
             raise EngineFailure(f"vLLM: weight {name} came twice, or is not in the manifest")
         del self._missing[name]
+        self._group[name] = tensor.to(self._target.device, copy=True)
+        is_full = sum(copy.nbytes for copy in self._group.values()) >= _GROUP_BYTES
+        if is_full or name not in self._written:
+            self._load_group()
+
+    def _load_group(self) -> None:
+        """Load the tensors that have come. vLLM holds them until their layers are whole."""
+        group, self._group = self._group, {}
+        pairs = [(each, copy) for name, copy in group.items() for each in self._names_of(name)]
         with self._context(), self._target.device:
-            copy = tensor.to(self._target.device, copy=True)
-            pairs = [(each, copy) for each in self._names_of(name)]
             try:
-                written = set(self._model().load_weights(pairs) or ())
+                written = frozenset(self._model().load_weights(pairs) or ())
             except RuntimeError as error:
                 first = (str(error).splitlines() or [""])[0]
-                raise EngineFailure(f"vLLM does not load {name}: {first}") from error
-        self._loaded[name] = bool(written)
+                raise EngineFailure(f"vLLM does not load {_some(set(group))}: {first}") from error
+        for name in group:
+            if not self._written.setdefault(name, written) <= written:
+                raise EngineFailure(f"vLLM dropped {name}, or another tensor of its group")
         self._unwritten -= {self._first_names.get(each, each) for each in written}
 
     def end(self) -> None:
         """Close the model, and recompute derived tensors that vLLM's reload leaves unchanged."""
         if self._missing:
             raise EngineFailure(f"vLLM: weights are missing: {_some(self._missing)}")
+        self._load_group()
         self._require_loaded()
         if self._unwritten:
             raise EngineFailure(f"vLLM: parameters were not written: {_some(self._unwritten)}")
@@ -130,7 +148,7 @@ class VllmSink:
     def _require_loaded(self) -> None:
         """Raise EngineFailure if vLLM dropped a tensor. Collective where experts are divided."""
         names = [spec.name for spec in self._manifest]
-        loaded: Sequence[bool] = [self._loaded[name] for name in names]
+        loaded: Sequence[bool] = [bool(self._written[name]) for name in names]
         if self._loaded_by_any is not None:
             anywhere = self._loaded_by_any(loaded)
             loaded = [
@@ -151,8 +169,7 @@ class VllmSink:
 
         vLLM unties a head from its embedding if the files have one, even if the model is tied.
         """
-        is_tied = not any(spec.name == _HEAD for spec in self._manifest)
-        if name.endswith(_EMBEDDING) and is_tied and _HEAD in self._unwritten:
+        if name.endswith(_EMBEDDING) and self._is_tied and _HEAD in self._unwritten:
             return name, _HEAD
         return (name_in_glm(name, self._target.family),)
 
