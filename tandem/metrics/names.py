@@ -199,7 +199,7 @@ METRICS = (
     Metric(
         "pipeline/wall_s",
         _SECONDS,
-        "the time since the end of the previous step, as all pipeline/* with a lag above 0 only",
+        "the time since the end of the previous step; pipeline/* needs a lag above 0",
     ),
     Metric("pipeline/busy_s/<role>", _SECONDS, "the work of a role, mean over its engines"),
     Metric("pipeline/idle_share/<role>", _SHARE, "wall time without work"),

@@ -77,6 +77,7 @@ class VllmSink:
         self._is_tied = not any(spec.name == _HEAD for spec in manifest)
         self._missing: dict[str, None] = {}
         self._group: dict[str, Tensor] = {}
+        self._group_bytes = 0
         self._written: dict[str, frozenset[str]] = {}
         self._unwritten: set[str] = set()
         self._first_names: dict[str, str] = {}
@@ -91,7 +92,7 @@ class VllmSink:
         model = self._model()
         self._opened = version
         self._missing = dict.fromkeys(spec.name for spec in self._manifest)
-        self._group = {}
+        self._group, self._group_bytes = {}, 0
         # A tied head is listed apart from its embedding once the model is open.
         self._first_names = _first_names(model)
         with self._context(), self._target.device:
@@ -107,14 +108,14 @@ class VllmSink:
         if name not in self._missing:
             raise EngineFailure(f"vLLM: weight {name} came twice, or is not in the manifest")
         del self._missing[name]
-        self._group[name] = tensor.to(self._target.device, copy=True)
-        is_full = sum(copy.nbytes for copy in self._group.values()) >= _GROUP_BYTES
-        if is_full or name not in self._written:
+        self._group[name] = copy = tensor.to(self._target.device, copy=True)
+        self._group_bytes += copy.nbytes
+        if self._group_bytes >= _GROUP_BYTES or name not in self._written:
             self._load_group()
 
     def _load_group(self) -> None:
         """Load the tensors that have come. vLLM holds them until their layers are whole."""
-        group, self._group = self._group, {}
+        group, self._group, self._group_bytes = self._group, {}, 0
         pairs = [(each, copy) for name, copy in group.items() for each in self._names_of(name)]
         with self._context(), self._target.device:
             try:
