@@ -315,10 +315,15 @@ def trains_adapters(keys: Sequence[str]) -> bool:
 
 def of_one_device(workload: Workload, options: argparse.Namespace) -> Workload:
     """Return the share of a device: the workload, unless further keys say how many prompts all
-    devices get.
+    devices get, or how long responses are.
     """
     batch = value_of(options.keys, "data.train_batch_size")
-    return replace(workload, prompts=int(batch) // options.devices) if batch else workload
+    length = value_of(options.keys, "data.max_response_length")
+    return replace(
+        workload,
+        prompts=int(batch) // options.devices if batch else workload.prompts,
+        response=int(length) if length else workload.response,
+    )
 
 
 def compare_to_limits(

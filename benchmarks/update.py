@@ -3,7 +3,7 @@
 
     python benchmarks/update.py [--model qwen2.5-1.5b ...] [--workload S A] [--budget 16384 ...]
     [--recompute nothing pointwise feed_forward full] [--moments auto bfloat16] [--offload-weights]
-    [--layers N] [--repeats 5] [--output FILE]
+    [--layers N] [--repeats 5] [--profile FILE] [--output FILE]
 
 Weights are fp32, and so is the optimizer unless ``--moments`` says otherwise; computation is bf16;
 micro-batches are cut by ``--budget`` packed tokens. Every combination of what the options list is a
@@ -11,6 +11,7 @@ row. ``--offload-weights`` lets the fp32 weights rest in the host's memory betwe
 the floating-point operations of the same sequences one by one, without sharing prompts and without
 recomputation, against 989 TFLOP/s. Routers of experts are balanced (``shapes.plant_balance``).
 ``--layers`` measures the first layers of a model whose training does not fit one device.
+``--profile`` writes the kernels of one further update, the longest first.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -36,6 +38,7 @@ from shapes import (
     random_decoder,
     update_floor_s,
 )
+from torch.profiler import ProfilerActivity, profile
 
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.schema.actor import ActorConfig
@@ -108,7 +111,21 @@ def grpo_loss(workload: Workload) -> PolicyLoss:
     )
 
 
-def run(shape: Shape, workload_name: str, *, how: How, repeats: int) -> dict[str, Any]:
+def write_profile(file: Path, title: str, update: Callable[[], object]) -> None:
+    """Append the times of an update's kernels to a file."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        update()
+        synchronize()
+    table = found.key_averages().table(
+        sort_by="self_device_time_total", row_limit=40, max_name_column_width=100
+    )
+    with file.open("a", encoding="utf-8") as out:
+        out.write(f"{title}\n{table}\n")
+
+
+def run(
+    shape: Shape, workload_name: str, *, how: How, repeats: int, profiled: Path | None
+) -> dict[str, Any]:
     """Measure one row of the table."""
     workload = WORKLOADS[workload_name]
     engine, loss = make_engine(shape, how), grpo_loss(workload)
@@ -132,6 +149,14 @@ def run(shape: Shape, workload_name: str, *, how: How, repeats: int) -> dict[str
         if repeat >= NUM_WARMUP:
             update_s.append(end - packed)
             pack_s.append(packed - start)
+    if profiled:
+        plan = plan_microbatches(sequences, max_tokens=how.budget)
+        batches = pack_microbatches(sequences, plan, columns=columns)
+        write_profile(
+            profiled,
+            f"{workload_name} {how}",
+            lambda: engine.update(batches, loss, scale=scale, temperature=1.0),
+        )
     length = workload.prompt + workload.response
     pairs = len(sequences) * length**2 // 2
     num_tokens = len(sequences) * length
@@ -172,6 +197,7 @@ def main() -> None:
     parser.add_argument("--offload-weights", action="store_true")
     parser.add_argument("--layers", type=int, help="so many of the first layers only")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", type=Path)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
@@ -186,7 +212,9 @@ def main() -> None:
         how = How(budget, recompute, moments, arguments.offload_weights)
         shape = SHAPES[model]
         shape = replace(shape, layers=arguments.layers or shape.layers)
-        row = {"model": model, **run(shape, workload, how=how, repeats=arguments.repeats)}
+        repeats, profiled = arguments.repeats, arguments.profile
+        measured = run(shape, workload, how=how, repeats=repeats, profiled=profiled)
+        row = {"model": model, **measured}
         rows.append(row)
         print(
             f"{model} {workload} budget {budget} recompute {recompute} moments {moments}: "
