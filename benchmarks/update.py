@@ -111,7 +111,7 @@ def grpo_loss(workload: Workload) -> PolicyLoss:
     )
 
 
-def write_profile(file: Path, title: str, update: Callable[[], object]) -> None:
+def write_profile(file: Path, title: str, *, update: Callable[[], object]) -> None:
     """Append the times of an update's kernels to a file."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         update()
@@ -155,7 +155,7 @@ def run(
         write_profile(
             profiled,
             f"{workload_name} {how}",
-            lambda: engine.update(batches, loss, scale=scale, temperature=1.0),
+            update=lambda: engine.update(batches, loss, scale=scale, temperature=1.0),
         )
     length = workload.prompt + workload.response
     pairs = len(sequences) * length**2 // 2

@@ -39,6 +39,7 @@ from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import load_adapter
 from tandem.models.language_model import LanguageModel, NativeModel
+from tandem.models.operators import TORCH
 from tandem.models.weights import load_weights
 from tandem.types import LossScale, PackedBatch, UpdateReport
 
@@ -72,6 +73,8 @@ class SingleDeviceEngine:
         is_changed = choose_changed(model)
         self._changed = {name: x for name, x in self._weights.items() if is_changed(name)}
         self._sums: dict[str, Tensor] = {}
+        decoder = self._compute.decoder
+        self._add_into = (TORCH if decoder is None else decoder.operators).add_into
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
             assert self._compute is not model, "the weights of the forward pass cannot be offloaded"
@@ -226,7 +229,7 @@ class SingleDeviceEngine:
             if computed.grad is None:
                 continue
             if name in self._sums:
-                self._sums[name].add_(computed.grad)
+                self._add_into(self._sums[name], computed.grad)
             else:
                 self._sums[name] = computed.grad.to(kept.dtype)
             computed.grad = None

@@ -247,13 +247,8 @@ class DecoderLayer(nn.Module):
         self, qkv_TD: Tensor, attention: Attention, *, angles: Angles, operators: Operators
     ) -> Tensor:
         qk_TME, v_TKE = qkv_TD.view(-1, *self.head_shape).split(self.head_split, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
-            if self.norm_spans_heads:
-                q_THE, k_TKE = self.q_norm(q_THE.flatten(1)), self.k_norm(k_TKE.flatten(1))
-                qk_TME = torch.cat((q_THE, k_TKE), 1).view(-1, *qk_TME.shape[1:])
-            else:
-                qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
+        if self.q_norm is not None:
+            qk_TME = self._norm_heads(qk_TME, operators)
         rotated = self.num_rotated
         if rotated < self.head_shape[1]:
             turned = operators.rotate(qk_TME[..., :rotated].contiguous(), angles)
@@ -265,6 +260,23 @@ class DecoderLayer(nn.Module):
         if self.value_dim < self.head_shape[1]:
             o_THE = o_THE[..., : self.value_dim]
         return self.o(o_THE.flatten(1))
+
+    def _norm_heads(self, qk_TME: Tensor, operators: Operators) -> Tensor:
+        q_norm, k_norm = cast(nn.Module, self.q_norm), cast(nn.Module, self.k_norm)
+        # Tensor-parallel processes have norms of their own, which sum gradients.
+        if type(q_norm) is nn.RMSNorm and not self.norm_spans_heads:
+            return operators.norm_heads(
+                qk_TME,
+                self.qk_split[0],
+                q_weight_E=q_norm.weight,
+                k_weight_E=cast(Tensor, k_norm.weight),
+                eps=self.eps,
+            )
+        q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
+        if self.norm_spans_heads:
+            q_TN, k_TN = q_norm(q_THE.flatten(1)), k_norm(k_TKE.flatten(1))
+            return torch.cat((q_TN, k_TN), 1).view(-1, *qk_TME.shape[1:])
+        return torch.cat((q_norm(q_THE), k_norm(k_TKE)), 1)
 
     def _feed_forward(self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators) -> Stream:
         gate_up_T2F, x_TD = self._into_gate(x_TD, o_TD, operators=operators)

@@ -32,7 +32,8 @@ from tandem.models.decoder import Decoder, DecoderLayer
 from tandem.models.expert_products import (
     ExpertOrder,
     Matrices,
-    combine,
+    combine_rows,
+    gather_weights,
     order_by_expert,
     spread,
     train_part,
@@ -163,16 +164,24 @@ class _DividedExperts(RoutedExperts):
         order = order_by_expert(expert_TK.flatten(), peers.size * own)
         to_PG, from_PG = _exchange_counts(order, peers)
         sent, received = torch.stack((to_PG.sum(1), from_PG.sum(1))).tolist()
-        x_ND = spread(h_TD, order, num_chosen=expert_TK.shape[1])
+        parts = operators.expert_parts
+        x_ND = spread(h_TD, order, num_chosen=expert_TK.shape[1], parts=parts)
         x_MD = exchange_rows(x_ND, peers, sent=sent, received=received)
+        weight_N1 = gather_weights(weight_TK, order)
+        weight_M1 = exchange_rows(weight_N1, peers, sent=sent, received=received)
         ids_G = torch.arange(own, device=x_MD.device)
         expert_M = ids_G.repeat(peers.size).repeat_interleave(
             from_PG.flatten(), output_size=sum(received)
         )
-        matrices = Matrices(self.gate_up, self.down, operators.gate)
-        z_MD = train_part(x_MD, order_by_expert(expert_M, own), matrices=matrices)
+        z_MD = train_part(
+            x_MD,
+            order_by_expert(expert_M, own),
+            weight_M1=weight_M1,
+            matrices=Matrices(self.gate_up, self.down),
+            parts=parts,
+        )
         z_ND = exchange_rows(z_MD, peers, sent=received, received=sent)
-        return combine(z_ND, order, weight_TK=weight_TK)
+        return combine_rows(z_ND, order, weight_TK=weight_TK, parts=parts)
 
 
 def _exchange_counts(order: ExpertOrder, peers: Peers) -> tuple[Tensor, Tensor]:

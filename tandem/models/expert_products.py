@@ -3,8 +3,8 @@
 
 Gradients of gathers are gathers, without atomic addition, so that results repeat. Sizes depend on
 T, K and E only: the host does not wait for the device. For its backward pass, a layer keeps tokens
-and the gate and up projections of their experts, and rows that travel between processes. It repeats
-gathers and the activation, and no product.
+and the gate and up projections of their experts, and rows that come from other processes. It
+repeats gathers and the activation, and no product.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token, N = T K assignments, F expert width.
 """
@@ -40,11 +40,28 @@ Gate = Callable[[Tensor], Tensor]
 
 
 class Combine(Protocol):
-    """The weighted sum of each token's outputs."""
+    """The weighted sum of each token's outputs, without gradient."""
 
     def __call__(self, z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:
         """Return the sums (T, D), added in fp32 and rounded once."""
         ...
+
+
+class Differentiate(Protocol):
+    """The type of ``differentiate``, with the activation of the device."""
+
+    def __call__(
+        self, gate_up_N2F: Tensor, grad_NF: Tensor, *, weight_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """The operations between the products of experts, which a device may compute in its own way."""
+
+    gate: Gate
+    combine: Combine
+    differentiate: Differentiate
 
 
 def run_experts(
@@ -54,25 +71,23 @@ def run_experts(
     weight_TK: Tensor,
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
-    gate: Gate,
+    parts: ExpertParts,
     is_part: bool = False,
-    add: Combine | None = None,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (T, D).
 
     Args:
         is_part: whether there may be experts of other processes; see ``operators.Operators``. There
             are no gradients then.
-        add: a faster ``combine``, which needs no gradient.
     """
     num_experts, num_chosen = len(gate_up_E2FD), expert_TK.shape[1]
     order = order_by_expert(expert_TK.flatten(), num_experts + is_part)
     if not is_part:
-        way = (order, _Work(num_chosen, gate, add or combine))
+        way = (order, _Work(num_chosen, parts))
         gate_up_N2F = _Up.apply(h_TD, gate_up_E2FD, way)
         return _Down.apply(gate_up_N2F, down_EDF, weight_TK, way)
-    x_ND, stop_E = spread(h_TD, order, num_chosen=num_chosen), order.stop_E[:num_experts]
-    z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=stop_E, gate=gate)
+    x_ND, stop_E = h_TD.index_select(0, order.source_N // num_chosen), order.stop_E[:num_experts]
+    z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=stop_E, gate=parts.gate)
     # On accelerators, rows behind the last stop are not written.
     is_behind_N = torch.arange(len(z_ND), device=z_ND.device) >= stop_E[-1]
     z_ND = z_ND.masked_fill(is_behind_N[:, None], 0)
@@ -81,11 +96,10 @@ def run_experts(
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of the experts of a layer, with their activation."""
+    """The matrices of the experts of a layer."""
 
     gate_up_E2FD: Tensor
     down_EDF: Tensor
-    gate: Gate
 
 
 def order_by_expert(expert_N: Tensor, num_experts: int) -> ExpertOrder:
@@ -98,9 +112,14 @@ def order_by_expert(expert_N: Tensor, num_experts: int) -> ExpertOrder:
     return ExpertOrder(source_N, place_N, counts_E.cumsum(0, dtype=torch.int32))
 
 
-def spread(h_TD: Tensor, order: ExpertOrder, *, num_chosen: int) -> Tensor:
-    """Return the row of each assignment's token, (N, D), sorted by expert."""
-    return _Spread.apply(h_TD, order.source_N, order.place_N, num_chosen)
+def spread(h_TD: Tensor, order: ExpertOrder, *, num_chosen: int, parts: ExpertParts) -> Tensor:
+    """Return the row of each assignment's token, (N, D), sorted by expert, with gradient."""
+    return _Spread.apply(h_TD, (order, _Work(num_chosen, parts)))
+
+
+def gather_weights(weight_TK: Tensor, order: ExpertOrder) -> Tensor:
+    """Return the weight of each assignment, (N, 1), sorted by expert, with gradient."""
+    return _Gathered.apply(weight_TK, order)
 
 
 def compute(
@@ -127,29 +146,69 @@ def _multiply(x_NI: Tensor, weight_EOI: Tensor, *, stop_E: Tensor) -> Tensor:
 
 def combine(z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:
     """Return the weighted sum of each token's outputs, (T, D), added in fp32."""
-    z_TKD = collect(z_ND, order).unflatten(0, weight_TK.shape)
+    z_TKD = z_ND.index_select(0, order.place_N).unflatten(0, weight_TK.shape)
     return (z_TKD * weight_TK[..., None]).sum(1).to(z_ND.dtype)
 
 
-def collect(z_ND: Tensor, order: ExpertOrder) -> Tensor:
-    """Return rows of places, (N, D), in the order of the assignments."""
-    return _Collect.apply(z_ND, order.source_N, order.place_N)
+def differentiate(
+    gate_up_N2F: Tensor, grad_NF: Tensor, *, weight_N: Tensor, gate: Gate
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values for the backward pass of the activation a of gate and up times its weight w.
+
+    Args:
+        grad_NF: the gradient of w a.
+        weight_N: w, in at least fp32.
+
+    Returns:
+        The gradient of gate and up, (N, 2 F); w a, (N, F); and the gradients of the weights, (N,).
+    """
+    dtype = gate_up_N2F.dtype
+    # ``a_NF`` requires a gradient, but a backward pass records no graph.
+    with torch.enable_grad():
+        leaf_N2F = gate_up_N2F.detach().requires_grad_()
+        a_NF = gate(leaf_N2F)
+    weighted_NF = (a_NF * weight_N[:, None]).to(dtype)
+    dots_N = (grad_NF.to(weight_N.dtype) * a_NF).sum(1)
+    grad_a_NF = (grad_NF * weight_N[:, None]).to(dtype)
+    (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_a_NF)
+    return grad_N2F, weighted_NF, dots_N
 
 
-def train_part(x_MD: Tensor, order: ExpertOrder, *, matrices: Matrices) -> Tensor:
-    """Return the output of each row's expert, (M, D), in the order of the rows, with gradients."""
-    way = (order, _Work(1, matrices.gate, combine))
+def train_part(
+    x_MD: Tensor, order: ExpertOrder, *, weight_M1: Tensor, matrices: Matrices, parts: ExpertParts
+) -> Tensor:
+    """Return the output of each row's expert, (M, D), in the order of the rows.
+
+    The weights enter in the backward pass only; see ``combine_rows``.
+    """
+    way = (order, _Work(1, parts, weighs_elsewhere=True))
     gate_up_M2F = _Up.apply(x_MD, matrices.gate_up_E2FD, way)
-    return collect(_Out.apply(gate_up_M2F, matrices.down_EDF, way), order)
+    return _Down.apply(gate_up_M2F, matrices.down_EDF, weight_M1, way)
+
+
+def combine_rows(
+    z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor, parts: ExpertParts
+) -> Tensor:
+    """Return the weighted sum of each token's rows, (T, D), which ``train_part`` has computed.
+
+    The gradient of a row is that of its token, without the weight. ``train_part`` multiplies by the
+    weight, and computes the gradient of the weight, for which the rows would have to be kept here.
+    """
+    return _CombineRows.apply(z_ND, weight_TK, (order, _Work(weight_TK.shape[1], parts)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The activation of experts, and the sums of a token's rows."""
+    """The work on an order.
+
+    Attributes:
+        num_chosen: K.
+        weighs_elsewhere: whether another process multiplies the outputs by their weights.
+    """
 
     num_chosen: int
-    gate: Gate
-    add: Combine
+    parts: ExpertParts
+    weighs_elsewhere: bool = False
 
 
 _Way = tuple[ExpertOrder, _Work]
@@ -195,74 +254,35 @@ class _Down(torch.autograd.Function):
     ) -> Tensor:
         order, ctx.work = way
         ctx.save_for_backward(gate_up_N2F, weight_EDF, weight_TK, *order)
-        z_ND = _multiply(ctx.work.gate(gate_up_N2F), weight_EDF, stop_E=order.stop_E)
-        return ctx.work.add(z_ND, order, weight_TK=weight_TK)
+        z_ND = _multiply(ctx.work.parts.gate(gate_up_N2F), weight_EDF, stop_E=order.stop_E)
+        if ctx.work.weighs_elsewhere:
+            return _add_rows(z_ND, order, work=ctx.work)
+        return ctx.work.parts.combine(z_ND, order, weight_TK=weight_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         gate_up_N2F, weight_EDF, weight_TK, *saved = ctx.saved_tensors
-        order, dtype = ExpertOrder(*saved), gate_up_N2F.dtype
-        needs_gate_up, needs_matrix, needs_weight = ctx.needs_input_grad[:3]
-        grad_N2F = grad_EDF = grad_TK = None
-        # ``a_NF`` requires a gradient, but a backward pass records no graph.
-        leaf_N2F, a_NF = _activate_again(gate_up_N2F, ctx.work)
-        weight_N1 = weight_TK.flatten()[order.source_N, None]
+        order, grad_EDF = ExpertOrder(*saved), None
         grad_ND = grad_TD.index_select(0, order.source_N // ctx.work.num_chosen)
-        if needs_matrix:
-            weighted_NF = (a_NF * weight_N1).to(dtype)
-            grad_EDF = _outer(grad_ND, weighted_NF, stop_E=order.stop_E)
-            del weighted_NF
-        if needs_gate_up or needs_weight:
-            back_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=order.stop_E)
-            del grad_ND
-            if needs_weight:
-                dots_N = (back_NF.to(weight_TK.dtype) * a_NF).sum(1)
-                grad_TK = dots_N[order.place_N].view_as(weight_TK)
-            if needs_gate_up:
-                grad_NF = (back_NF * weight_N1).to(dtype)
-                del back_NF
-                (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
-        return grad_N2F, grad_EDF, grad_TK, None
-
-
-class _Out(torch.autograd.Function):
-    """The outputs of experts from gate and up, (N, D), sorted by expert. It keeps gate and up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up_N2F: Tensor, weight_EDF: Tensor, way: _Way) -> Tensor:
-        order, ctx.work = way
-        ctx.save_for_backward(gate_up_N2F, weight_EDF, order.stop_E)
-        return _multiply(ctx.work.gate(gate_up_N2F), weight_EDF, stop_E=order.stop_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> Any:
-        gate_up_N2F, weight_EDF, stop_E = ctx.saved_tensors
-        grad_N2F = grad_EDF = None
-        leaf_N2F, a_NF = _activate_again(gate_up_N2F, ctx.work)
+        grad_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=order.stop_E)
+        weight_N = weight_TK.flatten()[order.source_N]
+        grad_N2F, weighted_NF, dots_N = ctx.work.parts.differentiate(
+            gate_up_N2F, grad_NF, weight_N=weight_N
+        )
+        del grad_NF
         if ctx.needs_input_grad[1]:
-            grad_EDF = _outer(grad_ND, a_NF, stop_E=stop_E)
-        if ctx.needs_input_grad[0]:
-            grad_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=stop_E)
-            (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_NF)
-        return grad_N2F, grad_EDF, None
+            grad_EDF = _outer(grad_ND, weighted_NF, stop_E=order.stop_E)
+        return grad_N2F, grad_EDF, dots_N[order.place_N].view_as(weight_TK), None
 
 
 def _add_rows(grad_ND: Tensor, order: ExpertOrder, *, work: _Work) -> Tensor:
-    """Return the sum of the gradients of each token's rows, (T, D)."""
+    """Return the sum of each token's rows, (T, D)."""
     if work.num_chosen == 1:
         return grad_ND.index_select(0, order.place_N)
     wide = torch.promote_types(grad_ND.dtype, torch.float32)
     size = (len(grad_ND) // work.num_chosen, work.num_chosen)
-    return work.add(grad_ND, order, weight_TK=grad_ND.new_ones(size, dtype=wide))
-
-
-def _activate_again(gate_up_N2F: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-    """Return gate and up as a leaf of a graph, and their activation."""
-    with torch.enable_grad():
-        leaf_N2F = gate_up_N2F.detach().requires_grad_()
-        return leaf_N2F, work.gate(leaf_N2F)
+    return work.parts.combine(grad_ND, order, weight_TK=grad_ND.new_ones(size, dtype=wide))
 
 
 def _outer(y_NO: Tensor, x_NI: Tensor, *, stop_E: Tensor) -> Tensor:
@@ -278,32 +298,44 @@ class _Spread(torch.autograd.Function):
     """Rows of tokens at the places of their assignments. The gradient is a gather and a sum."""
 
     @staticmethod
-    def forward(
-        ctx: Any, h_TD: Tensor, source_N: Tensor, place_N: Tensor, num_chosen: int
-    ) -> Tensor:
-        ctx.save_for_backward(place_N)
-        ctx.num_chosen = num_chosen
-        return h_TD.index_select(0, source_N // num_chosen)
+    def forward(ctx: Any, h_TD: Tensor, way: _Way) -> Tensor:
+        order, ctx.work = way
+        ctx.save_for_backward(*order)
+        return h_TD.index_select(0, order.source_N // ctx.work.num_chosen)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> Any:
+        return _add_rows(grad_ND, ExpertOrder(*ctx.saved_tensors), work=ctx.work), None
+
+
+class _Gathered(torch.autograd.Function):
+    """Weights at the places of their assignments. The gradient is the opposite gather."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_TK: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.save_for_backward(order.place_N)
+        ctx.shape = weight_TK.shape
+        return weight_TK.flatten()[order.source_N, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N1: Tensor) -> Any:
         (place_N,) = ctx.saved_tensors
-        grad_TKD = grad_ND.index_select(0, place_N).unflatten(0, (-1, ctx.num_chosen))
-        wide = torch.promote_types(grad_ND.dtype, torch.float32)
-        return grad_TKD.sum(1, dtype=wide).to(grad_ND.dtype), None, None, None
+        return grad_N1[place_N].view(ctx.shape), None
 
 
-class _Collect(torch.autograd.Function):
-    """Rows of places, in the order of assignments. The gradient is the opposite gather."""
+class _CombineRows(torch.autograd.Function):
+    """See ``combine_rows``."""
 
     @staticmethod
-    def forward(ctx: Any, z_ND: Tensor, source_N: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(source_N)
-        return z_ND.index_select(0, place_N)
+    def forward(ctx: Any, z_ND: Tensor, weight_TK: Tensor, way: _Way) -> Tensor:
+        order, ctx.work = way
+        ctx.save_for_backward(order.source_N)
+        return ctx.work.parts.combine(z_ND, order, weight_TK=weight_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> Any:
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
         (source_N,) = ctx.saved_tensors
-        return grad_ND.index_select(0, source_N), None, None
+        return grad_TD.index_select(0, source_N // ctx.work.num_chosen), None, None

@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.config.derived.experts import ExpertConfig
 from tandem.errors import UserError
 from tandem.models.attention import PackedAttention, RunAttention
-from tandem.models.expert_products import run_experts
+from tandem.models.expert_products import ExpertParts, combine, differentiate, run_experts
 from tandem.models.logprob import TokenLogProbs, token_log_probs
 from tandem.models.quantized_operators import TORCH_QUANTIZED, QuantizedOperators
 from tandem.models.router import Choose, route
@@ -49,6 +49,20 @@ class AddNorm(Protocol):
     def __call__(
         self, x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class NormHeads(Protocol):
+    """The type of ``Operators.norm_heads``."""
+
+    def __call__(
+        self,
+        x_TME: Tensor,
+        num_queries: int,
+        *,
+        q_weight_E: Tensor,
+        k_weight_E: Tensor,
+        eps: float,
+    ) -> Tensor: ...
 
 
 class RunExperts(Protocol):
@@ -102,6 +116,9 @@ class Operators:
         add_norm: ``(x_TD, delta_TD or None, weight_D=, eps=) -> (h_TD, sum_TD)``: the residual sum
             x + delta in the dtype of x, and its root mean square norm times the weight, in the
             dtype of the weight, which may have a lower precision.
+        norm_heads: ``(x_TME, num_queries, q_weight_E=, k_weight_E=, eps=) -> y_TME``: the root mean
+            square norm of each head times the weight of queries, which come first, or of keys.
+            ``x_TME`` may be a slice of a larger tensor.
         rotate: ``(x_TME, angles) -> y_TME``: the rotary embedding of M heads at once. The sines
             have the sign of the first half. ``x_TME`` may be a slice of a larger tensor.
         gate: ``gate_up_T2F -> y_TF``: silu of the first half times the second.
@@ -114,10 +131,14 @@ class Operators:
         experts: ``(h_TD, expert_TK, weight_TK=, gate_up_E2FD=, down_EDF=, is_part=False) -> y_TD``:
             the weighted sum of the outputs of each token's experts. With ``is_part``, the number E
             stands for all experts of other processes, which add nothing.
+        expert_parts: the operations of ``experts`` between its products.
+        add_into: ``(total, x) -> None``: adds x to a sum in place, which may have a higher
+            precision, without gradients.
         quantized: the operators of a decoder that generates in fp8.
     """
 
     add_norm: AddNorm
+    norm_heads: NormHeads
     rotate: Callable[[Tensor, Angles], Tensor]
     gate: Callable[[Tensor], Tensor]
     packed_attention: MakeAttention
@@ -126,6 +147,8 @@ class Operators:
     logits: Callable[[Tensor, Tensor], Tensor]
     route: Route
     experts: RunExperts
+    expert_parts: ExpertParts
+    add_into: Callable[[Tensor, Tensor], object]
     quantized: QuantizedOperators
 
 
@@ -196,6 +219,15 @@ def _normed(x_TD: Tensor, inverse_T1: Tensor, *, weight_D: Tensor) -> Tensor:
     return (x_TD * inverse_T1).mul_(weight_D).to(weight_D.dtype)
 
 
+def norm_heads(
+    x_TME: Tensor, num_queries: int, *, q_weight_E: Tensor, k_weight_E: Tensor, eps: float
+) -> Tensor:
+    """See ``Operators.norm_heads``."""
+    q_THE, k_TKE = x_TME.split((num_queries, x_TME.shape[1] - num_queries), 1)
+    q_THE = F.rms_norm(q_THE, q_weight_E.shape, q_weight_E, eps)
+    return torch.cat((q_THE, F.rms_norm(k_TKE, k_weight_E.shape, k_weight_E, eps)), 1)
+
+
 def rotate(x_TME: Tensor, angles: Angles) -> Tensor:
     """See ``Operators.rotate``."""
     cos_T1E, sin_T1E = angles
@@ -241,8 +273,10 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
+_EXPERT_PARTS = ExpertParts(gate, combine, partial(differentiate, gate=gate))
 TORCH = Operators(
     add_norm,
+    norm_heads,
     rotate,
     gate,
     PackedAttention,
@@ -250,7 +284,9 @@ TORCH = Operators(
     token_log_probs,
     logits,
     route,
-    partial(run_experts, gate=gate),
+    partial(run_experts, parts=_EXPERT_PARTS),
+    _EXPERT_PARTS,
+    Tensor.add_,
     TORCH_QUANTIZED,
 )
 

@@ -229,14 +229,13 @@ class ModelSizes:
         """Return the numbers of a token that the experts of a layer keep for its backward pass.
 
         They are gate and up of each chosen one. If experts are divided, the rows that are received
-        and those that come back are kept, too.
+        are kept, too.
         """
         experts = self.experts
         assert experts is not None, "the model has no experts"
         routed = experts.num_chosen * 2 * experts.inner
         if expert_parallel > 1:
-            received = experts.num_chosen * (self.hidden + 2 * experts.inner)
-            routed = int(_FULLEST * received) + experts.num_chosen * self.hidden
+            routed = int(_FULLEST * experts.num_chosen * (self.hidden + 2 * experts.inner))
         return routed + self._numbers_beside_experts
 
     @property

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.models.expert_products import ExpertOrder, compute, run_experts, spread
-from tandem.models.kernels.gate import gate
+from tandem.models import expert_products
+from tandem.models.expert_products import ExpertOrder, ExpertParts, compute, run_experts
+from tandem.models.kernels.gate import differentiate, gate
 
 _LARGEST_BLOCK = 64
 """The largest number of rows of a program of a product."""
@@ -46,14 +47,13 @@ def experts(
             weight_TK=weight_TK,
             gate_up_E2FD=gate_up_E2FD,
             down_EDF=down_EDF,
-            gate=gate,
+            parts=PARTS,
             is_part=is_part,
-            add=None if h_TD.dtype == torch.float64 else combine,
         )
     num_chosen = expert_TK.shape[1]
     order = order_by_expert(expert_TK.flatten(), len(gate_up_E2FD), is_part=is_part)
     if h_TD.element_size() == 2 and expert_TK.numel() > _MANY_ROWS * len(gate_up_E2FD):
-        x_ND = spread(h_TD, order, num_chosen=num_chosen)
+        x_ND = h_TD.index_select(0, order.source_N // num_chosen)
         z_ND = compute(x_ND, gate_up_E2FD, down_EDF=down_EDF, stop_E=order.stop_E, gate=gate)
     else:
         gate_up_N2F = multiply(h_TD, gate_up_E2FD, order=order, num_chosen=num_chosen)
@@ -114,6 +114,8 @@ def multiply(
 
 def combine(z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:
     """See ``expert_products.combine``."""
+    if z_ND.dtype == torch.float64:
+        return expert_products.combine(z_ND, order, weight_TK=weight_TK)
     (num_tokens, num_chosen), hidden = weight_TK.shape, z_ND.shape[1]
     y_TD = torch.empty((num_tokens, hidden), dtype=z_ND.dtype, device=z_ND.device)
     _combine[(num_tokens, -(-hidden // _BLOCK))](
@@ -127,6 +129,10 @@ def combine(z_ND: Tensor, order: ExpertOrder, *, weight_TK: Tensor) -> Tensor:
         num_warps=4,
     )
     return y_TD
+
+
+PARTS = ExpertParts(gate, combine, differentiate)
+"""See ``operators.Operators.expert_parts``."""
 
 
 @triton.jit

@@ -4,7 +4,7 @@
 Arithmetic is fp32 with one rounding at the end. The backward pass recomputes the silu. fp64 is not
 supported.
 
-Shapes: T tokens, F feed-forward.
+Shapes: T tokens, F feed-forward or expert width, N assignments of tokens to experts.
 """
 
 from __future__ import annotations
@@ -67,6 +67,28 @@ def _forward(gate_up_T2F: Tensor) -> Tensor:
     return y_TF
 
 
+def differentiate(
+    gate_up_N2F: Tensor, grad_NF: Tensor, *, weight_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``expert_products.differentiate``."""
+    grad_gate_up_N2F, weighted_NF = torch.empty_like(gate_up_N2F), torch.empty_like(grad_NF)
+    dots_N = torch.empty_like(weight_N)
+    num_rows, inner = grad_NF.shape
+    _differentiate.run(
+        grad_gate_up_N2F,
+        weighted_NF,
+        dots_N,
+        gate_up_N2F,
+        grad_NF,
+        weight_N,
+        INNER=inner,
+        BLOCK=_BLOCK,
+        grid=(num_rows,),
+        warmup=False,
+    )
+    return grad_gate_up_N2F, weighted_NF, dots_N
+
+
 @triton.jit
 def _gate(y_ptr, gate_up_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -96,3 +118,36 @@ def _gate_backward(
     dtype = grad_gate_up_ptr.dtype.element_ty
     tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), inside)
     tl.store(grad_gate_up_ptr + at + INNER, grad_up.to(dtype), inside)
+
+
+@triton.jit
+def _differentiate(
+    grad_gate_up_ptr,
+    weighted_ptr,
+    dots_ptr,
+    gate_up_ptr,
+    grad_ptr,
+    weight_ptr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + row)
+    dtype = grad_gate_up_ptr.dtype.element_ty
+    dots = tl.zeros([BLOCK], tl.float32)
+    for offset in range(0, INNER, BLOCK):
+        column = offset + tl.arange(0, BLOCK)
+        inside = column < INNER
+        at = row * (2 * INNER) + column
+        gate = tl.load(gate_up_ptr + at, inside, 0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + at + INNER, inside, 0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * INNER + column, inside, 0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        dots += grad * silu * up
+        tl.store(weighted_ptr + row * INNER + column, (weight * silu * up).to(dtype), inside)
+        grad *= weight
+        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), inside)
+        tl.store(grad_gate_up_ptr + at + INNER, (grad * silu).to(dtype), inside)
+    tl.store(dots_ptr + row, tl.sum(dots, 0))

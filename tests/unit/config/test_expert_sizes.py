@@ -162,8 +162,8 @@ def test_mo14_kept_activations_of_layers_with_experts():
     fullest = sparse + of_experts // 2
     assert sizes.layer_numbers_per_token(expert_parallel=2) == fullest
     assert sizes.kept_numbers_per_token("full", expert_parallel=2) == 4 * 3 * 2048 + fullest
-    # What is sent to the experts of other devices, and what comes back, is kept, too.
-    sent = 8 * (2048 + 2 * 768) * 3 // 2 + 8 * 2048
+    # What is sent to the experts of other devices is kept, too.
+    sent = 8 * (2048 + 2 * 768) * 3 // 2
     apart = sparse - of_experts + sent
     divided = sizes.kept_numbers_per_token(None, expert_parallel=2)
     assert divided == 3 * apart + dense + fullest - apart

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.models import expert_products
-from tandem.models.operators import TORCH
+from tandem.models.operators import TORCH, Operators
 
 # The experts of each token, hidden, expert width: experts without tokens, fewer rows than a block,
 # more than one block, sizes that no block divides.
@@ -141,6 +143,72 @@ def test_gradients_are_those_of_each_token(is_fused, dtype, bound, fused, device
         assert found.dtype == ours[name].dtype
         assert (found.double() - wanted).abs().max() <= bound * wanted.abs().max(), name
     assert not ours["gate_up_E2FD"].grad[3].any() and not ours["down_EDF"].grad[3].any()
+
+
+def travel(
+    inputs: dict[str, Tensor], *, operators: Operators, kept: list[Tensor] | None = None
+) -> Tensor:
+    """Return the outputs as divided experts compute them, whose rows come in another order.
+
+    Args:
+        kept: gets what is kept for the backward pass.
+    """
+    expert_TK, weight_TK = inputs["expert_TK"], inputs["weight_TK"]
+    num_experts, parts = len(inputs["down_EDF"]), operators.expert_parts
+    order = expert_products.order_by_expert(expert_TK.flatten(), num_experts)
+    generator = torch.Generator().manual_seed(1)
+    mixed_N = torch.randperm(expert_TK.numel(), generator=generator).to(expert_TK.device)
+    back_N = mixed_N.argsort()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if kept is not None:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        x_ND = expert_products.spread(
+            inputs["h_TD"], order, num_chosen=expert_TK.shape[1], parts=parts
+        )
+        weight_N1 = expert_products.gather_weights(weight_TK, order)
+        z_ND = expert_products.train_part(
+            x_ND[mixed_N],
+            expert_products.order_by_expert(
+                expert_TK.flatten()[order.source_N][mixed_N], num_experts
+            ),
+            weight_M1=weight_N1[mixed_N],
+            matrices=expert_products.Matrices(inputs["gate_up_E2FD"], inputs["down_EDF"]),
+            parts=parts,
+        )
+        return expert_products.combine_rows(z_ND[back_N], order, weight_TK=weight_TK, parts=parts)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_rows_that_travel_have_the_gradients_of_rows_that_stay(
+    size: tuple[int, ...], is_fused: bool, fused: Operators, device: torch.device
+) -> None:
+    operators, results = fused if is_fused else TORCH, []
+    for run in (partial(travel, operators=operators), lambda inputs: operators.experts(**inputs)):
+        inputs = make(size, device=device, dtype=torch.float32)
+        trained = [inputs[n].requires_grad_() for n in inputs if n != "expert_TK"]
+        y_TD = run(inputs)
+        y_TD.square().sum().backward()
+        results.append([y_TD.detach(), *(tensor.grad for tensor in trained)])
+    for ours, theirs in zip(*results, strict=True):
+        bound = 1e-5 * float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
+
+
+def test_the_rows_that_come_back_are_not_kept(device: torch.device) -> None:
+    """Of the rows with D numbers, only those that the experts read are kept."""
+    inputs = make((21, 5, 3, 40, 24), device=device, dtype=torch.float32)
+    for name, tensor in inputs.items():
+        if name != "expert_TK":
+            tensor.requires_grad_()
+    kept: list[Tensor] = []
+    travel(inputs, operators=TORCH, kept=kept)
+    rows = {one.data_ptr() for one in kept if one.shape == (21 * 3, 40)}
+    assert len(rows) == 1
 
 
 def test_with_gradients_they_are_torchs(fused, device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.models.operators import TORCH
+from tandem.models.operators import TORCH, Operators
 
 # T, F: less than one block, a block and a little more, odd sizes.
 SHAPES = [(1, 1), (7, 48), (5, 1500), (3, 1024), (2, 2051)]
@@ -73,3 +73,32 @@ def test_without_gradients_the_same(fused, device):
         lean_TF = fused.gate(gate_up_T2F)
     assert lean_TF.grad_fn is None
     assert torch.equal(lean_TF, fused.gate(gate_up_T2F))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, CLOSE), (torch.bfloat16, ONE_ROUNDING)]
+)
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 48)])
+def test_of_experts_equals_torch(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    tolerance: dict[str, float],
+    fused: Operators,
+    device: torch.device,
+) -> None:
+    """The gradients of gate and up, the weighted values, and the gradients of the weights, which
+    are sums of up to 2,051 products: their rounding errors grow with the sizes of the products."""
+    num_rows, inner = shape
+    gate_up_N2F = torch.randn(num_rows, 2 * inner).to(device, dtype)
+    grad_NF, weight_N = torch.randn(shape).to(device, dtype), torch.rand(num_rows, device=device)
+    ours = fused.expert_parts.differentiate(gate_up_N2F, grad_NF, weight_N=weight_N)
+    theirs = TORCH.expert_parts.differentiate(
+        gate_up_N2F.double(), grad_NF.double(), weight_N=weight_N.double()
+    )
+    for our, their in zip(ours[:2], theirs[:2], strict=True):
+        assert our.dtype == dtype
+        torch.testing.assert_close(our.double(), their, **tolerance)
+    a_NF = TORCH.gate(gate_up_N2F.double())
+    sizes_N = (grad_NF.double() * a_NF).abs().sum(1)
+    assert ours[2].dtype == torch.float32
+    assert ((ours[2].double() - theirs[2]).abs() <= 1e-5 * sizes_N + 1e-12).all()
