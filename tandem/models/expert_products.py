@@ -167,11 +167,11 @@ def differentiate(
     with torch.enable_grad():
         leaf_N2F = gate_up_N2F.detach().requires_grad_()
         a_NF = gate(leaf_N2F)
-    weighted_NF = (a_NF * weight_N[:, None]).to(dtype)
-    dots_N = (grad_NF.to(weight_N.dtype) * a_NF).sum(1)
+    dots_N = grad_NF.to(weight_N.dtype, copy=True).mul_(a_NF.detach()).sum(1)
     grad_a_NF = (grad_NF * weight_N[:, None]).to(dtype)
     (grad_N2F,) = torch.autograd.grad(a_NF, leaf_N2F, grad_a_NF)
-    return grad_N2F, weighted_NF, dots_N
+    del grad_a_NF  # each of these is as large as an activation
+    return grad_N2F, (a_NF.detach() * weight_N[:, None]).to(dtype), dots_N
 
 
 def train_part(
@@ -266,6 +266,8 @@ class _Down(torch.autograd.Function):
         order, grad_EDF = ExpertOrder(*saved), None
         grad_ND = grad_TD.index_select(0, order.source_N // ctx.work.num_chosen)
         grad_NF = _multiply(grad_ND, weight_EDF.transpose(1, 2), stop_E=order.stop_E)
+        if not ctx.needs_input_grad[1]:
+            del grad_ND
         weight_N = weight_TK.flatten()[order.source_N]
         grad_N2F, weighted_NF, dots_N = ctx.work.parts.differentiate(
             gate_up_N2F, grad_NF, weight_N=weight_N

@@ -5,8 +5,8 @@
 None of the kernels has a gradient.
 
 Grids depend on shapes only, so that a step can be captured. Sums are in fp32, in one order for a
-token whatever the other tokens are. fp64 is computed by torch's operators, and so are the products
-of many rows in 16 bits, which are faster there.
+token whatever the other tokens are. Torch's operators compute products and sums in fp64, between
+which the activation is in fp32, and the products of many rows in 16 bits, which are faster there.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token, N = T K assignments, F expert width,
 I inputs and O outputs of a product.

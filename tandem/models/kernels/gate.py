@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportCallIssue=false
 """Triton kernels: silu of the gate times the up projection in one pass, and its gradient.
 
 Arithmetic is fp32 with one rounding at the end. The backward pass recomputes the silu. fp64 is not
@@ -102,6 +103,14 @@ def _gate(y_ptr, gate_up_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _derivatives(grad, gate, up):
+    """Return the gradients of gate and up, and the silu of the gate."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * silu, silu
+
+
+@triton.jit
 def _gate_backward(
     grad_gate_up_ptr, grad_ptr, gate_up_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -112,9 +121,7 @@ def _gate_backward(
     gate = tl.load(gate_up_ptr + at, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + INNER, inside, 0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * INNER + column, inside, 0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_up = grad * gate * sigmoid
+    grad_gate, grad_up, _ = _derivatives(grad, gate, up)
     dtype = grad_gate_up_ptr.dtype.element_ty
     tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), inside)
     tl.store(grad_gate_up_ptr + at + INNER, grad_up.to(dtype), inside)
@@ -142,12 +149,9 @@ def _differentiate(
         gate = tl.load(gate_up_ptr + at, inside, 0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at + INNER, inside, 0.0).to(tl.float32)
         grad = tl.load(grad_ptr + row * INNER + column, inside, 0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
+        grad_gate, grad_up, silu = _derivatives(grad * weight, gate, up)
         dots += grad * silu * up
         tl.store(weighted_ptr + row * INNER + column, (weight * silu * up).to(dtype), inside)
-        grad *= weight
-        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
         tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), inside)
-        tl.store(grad_gate_up_ptr + at + INNER, (grad * silu).to(dtype), inside)
+        tl.store(grad_gate_up_ptr + at + INNER, grad_up.to(dtype), inside)
     tl.store(dots_ptr + row, tl.sum(dots, 0))

@@ -57,7 +57,8 @@ class _NormHeads(torch.autograd.Function):
         rows, block = _tile(head_dim)
         programs = min(-(-num_tokens * num_heads // rows), _MAX_PROGRAMS)
         grad_x_TME = torch.empty(x_TME.shape, dtype=x_TME.dtype, device=x_TME.device)
-        partial_P2E = torch.empty((programs, 2, head_dim), device=x_TME.device)
+        size = (programs, 2, head_dim)
+        partial_P2E = torch.empty(size, dtype=torch.float32, device=x_TME.device)
         _norm_backward.run(
             grad_x_TME,
             partial_P2E,

@@ -92,6 +92,19 @@ def test_bf16_rounds_once(
         check_sums(our_E, their_E, num_terms=shape[0] * shape[1], bound=2.0**-7)
 
 
+def test_sums_of_weights_are_in_fp32_whatever_torchs_default(
+    fused: Operators, device: torch.device
+) -> None:
+    inputs, grad_TME = draw((40, 3, 1, 128), dtype=torch.float32, device=device)
+    plain = run(fused, inputs, num_queries=3, grad_TME=grad_TME)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ours = run(fused, inputs, num_queries=3, grad_TME=grad_TME)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, ours, plain))
+
+
 def test_heads_in_another_order_of_memory(fused: Operators, device: torch.device) -> None:
     inputs, grad_TME = draw((6, 2, 1, 16), dtype=torch.float32, device=device)
     turned = [inputs[0].transpose(1, 2).contiguous().transpose(1, 2), *inputs[1:]]
