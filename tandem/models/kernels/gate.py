@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """Triton kernels: silu of the gate times the up projection in one pass, and its gradient.
 
 Arithmetic is fp32 with one rounding at the end. The backward pass recomputes the silu. fp64 is not
