@@ -30,6 +30,7 @@ from tandem.engines.checkpoint import (
     incomplete,
     read_state,
 )
+from tandem.engines.gradient_sums import GradientSums
 from tandem.engines.offload import OffloadedParameters, on_device
 from tandem.engines.optim import PolicyOptimizer, choose_changed, make_schedule
 from tandem.engines.shards import unsharded_map
@@ -68,13 +69,16 @@ class SingleDeviceEngine:
         """
         self._model = model
         self._compute = model if compute is None else compute
-        self._computed = list(trained_parameters(self._compute.module).values())
+        self._computed = trained_parameters(self._compute.module)
         self._weights = trained_parameters(model.module)
         is_changed = choose_changed(model)
         self._changed = {name: x for name, x in self._weights.items() if is_changed(name)}
-        self._sums: dict[str, Tensor] = {}
-        decoder = self._compute.decoder
-        self._add_into = (TORCH if decoder is None else decoder.operators).add_into
+        self._sums: GradientSums | None = None
+        if self._compute is not model:
+            decoder = self._compute.decoder
+            operators = TORCH if decoder is None else decoder.operators
+            dtypes = {name: weight.dtype for name, weight in self._weights.items()}
+            self._sums = GradientSums(self._computed, dtypes, add_into=operators.add_into)
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
             assert self._compute is not model, "the weights of the forward pass cannot be offloaded"
@@ -135,19 +139,21 @@ class SingleDeviceEngine:
 
     def _gradients(self) -> dict[str, Tensor]:
         # Missing gradients become zeros: an optimizer would skip a weight without one.
-        if self._compute is self._model:
-            found = {name: weight.grad for name, weight in self._weights.items()}
-        else:
-            found = {name: self._sums.get(name) for name in self._weights}
+        sums = self._sums
+        found = {
+            name: weight.grad if sums is None else sums.get(name)
+            for name, weight in self._weights.items()
+        }
         return {
             name: torch.zeros_like(self._weights[name], device=self._device) if x is None else x
             for name, x in found.items()
         }
 
     def _drop_gradients(self) -> None:
-        self._sums = {}
-        for parameter in self._computed:
-            parameter.grad = None
+        if self._sums is not None:
+            self._sums.drop()
+        for weight in self._computed.values():
+            weight.grad = None
 
     def advance_schedule(self) -> None:
         """Advance the learning-rate schedule; called once per training step."""
@@ -198,11 +204,12 @@ class SingleDeviceEngine:
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> Totals:
         totals = Totals(torch.zeros((), device=self._device))
+        if self._sums is not None and batches:
+            self._sums.allocate()
         for batch in batches:
             totals.add(
                 backward(self._compute, batch, loss=loss, scale=scale, temperature=temperature)
             )
-            self._collect_gradients()
         return totals
 
     def _step(self, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
@@ -221,27 +228,13 @@ class SingleDeviceEngine:
             self._offloaded.wait()
 
     @torch.no_grad()
-    def _collect_gradients(self) -> None:
-        """Move the gradients of a micro-batch into the sums in the stored precision."""
-        if self._compute is self._model:
-            return
-        for (name, kept), computed in zip(self._weights.items(), self._computed, strict=True):
-            if computed.grad is None:
-                continue
-            if name in self._sums:
-                self._add_into(self._sums[name], computed.grad)
-            else:
-                self._sums[name] = computed.grad.to(kept.dtype)
-            computed.grad = None
-
-    @torch.no_grad()
     def _update_compute_weights(self, chosen: Mapping[str, Tensor] | None = None) -> None:
         """Copy the stored weights, or some, into the weights of the forward pass, in place."""
         if self._compute is self._model:
             return
-        for (name, kept), computed in zip(self._weights.items(), self._computed, strict=True):
+        for name, kept in self._weights.items():
             if chosen is None or name in chosen:
-                computed.copy_(kept)
+                self._computed[name].copy_(kept)
 
     def _fingerprint(self) -> str:
         decoder = self._model.decoder

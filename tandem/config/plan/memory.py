@@ -48,7 +48,9 @@ class MemoryPlan:
             precision of the passes, if that differs. With ``param_offload``, the part of the stored
             weights that visits the device counts only as far as it exceeds the space of activations
             and logits. With adapters: their fp32 values and copies, and the shard of their base.
-        gradients: the shard of the gradients; in a run of one process as many bytes as weights.
+        gradients: the shard of the gradients. In a run of one process, their sums and, if passes
+            have a precision of their own, the largest gradients in it: those of a layer, of the
+            embedding and of the head.
         optimizer: two moments per weight, in their own precision. With ``optimizer_offload``, the
             part that visits counts only as far as it exceeds the remaining space of activations and
             logits. With Muon, all visit at once.
@@ -150,6 +152,14 @@ class _Model:
         parameters += 2 * self.layer_parameters
         parameters += 2 * self.sizes.adapters // self.sizes.num_layers // self.ranks.tensor_parallel
         return self.computed * parameters
+
+    @property
+    def largest_gradients(self) -> int:
+        """The bytes of the gradients of a layer, of the embedding and of the head, in the precision
+        of the passes. If the last two are one matrix, its gradients are added up at the end.
+        """
+        matrices = (2 if self.sizes.tied else 1) * self.sizes.embedding_parameters
+        return self.computed * (self.layer_parameters + matrices)
 
     @property
     def layer_parameters(self) -> int:
@@ -444,7 +454,8 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
             visiting = model.stored * visitors
             weights = computed + max(0, visiting - room)
             room = max(0, room - visiting)
-        plan = replace(plan, weights=weights + model.held_base, gradients=held)
+        sums = kept if kept == computed else kept + min(computed, model.largest_gradients)
+        plan = replace(plan, weights=weights + model.held_base, gradients=sums)
     if model.config.optimizer_offload:
         optimizer = max(0, 2 * moment * visitors - room)
     plan = replace(plan, optimizer=optimizer)

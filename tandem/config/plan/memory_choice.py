@@ -28,6 +28,11 @@ RECOMPUTE_COSTS = {None: 0.0, "pointwise": 0.05, "feed_forward": 0.13, "full": 0
 """The part that is recomputed -> the time that it adds to an update (docs/performance.md)."""
 HALVING_COST = 0.02
 """The time that half as large micro-batches add to an update; it is chosen, not measured."""
+WHOLE_GROUPS = 1.125
+"""Micro-batches may be so many times larger, if whole groups of the greatest length then fill them.
+
+A group of samples shares its prompt, and stays in one micro-batch where it fits.
+"""
 LEAST_TOKENS = 8192
 """No smaller size of micro-batches is chosen, because kernels would not fill a device."""
 SHARE = 0.92
@@ -165,8 +170,25 @@ def _budgets(config: RunConfig | SftConfig) -> Iterator[_Candidate]:
     ranks = trained.of_task["actor-train"].layout.ulysses_sequence_parallel_size
     shortest = max(LEAST_TOKENS, -(-trained.max_tokens // ranks))
     while tokens >= shortest:
-        yield _Candidate({keys.tokens: tokens}, cost)
+        whole = _for_whole_groups(config, tokens, ranks=ranks)
+        yield _Candidate({keys.tokens: whole}, cost)
+        if whole != tokens:  # which may fit where the other does not
+            yield _Candidate({keys.tokens: tokens}, cost + HALVING_COST / 2)
         tokens, cost = tokens // 2, cost + HALVING_COST
+
+
+def _for_whole_groups(config: RunConfig | SftConfig, tokens: int, *, ranks: int) -> int:
+    """Return ``tokens``, or a little more if whole groups of samples then fill micro-batches.
+
+    Args:
+        ranks: the number of devices that share a sequence.
+    """
+    if isinstance(config, SftConfig):
+        return tokens
+    samples = config.actor_rollout_ref.rollout.n * config.data.max_response_length
+    group = -(-(config.data.max_prompt_length + samples) // ranks)
+    larger = -(-tokens // group) * group
+    return larger if larger <= WHOLE_GROUPS * tokens else tokens
 
 
 def _offloads(config: RunConfig | SftConfig, section: str) -> Iterator[Mapping[str, bool]]:

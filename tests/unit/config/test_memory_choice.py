@@ -30,6 +30,7 @@ MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ENABLE, GRANULARITY = f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.recompute_granularity"
 WEIGHTS, MOMENTS = (f"{ACTOR}.fsdp_config.{x}_offload" for x in ("param", "optimizer"))
 TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+TWO_GROUPS = 2 * (128 + 8 * 512)
 
 
 def choose(
@@ -48,7 +49,22 @@ def choose(
 
 
 def test_7b_fits_one_device_of_141_gb_without_a_key() -> None:
-    assert choose(gib=139.8) == {ENABLE: False, TOKENS: 8192, WEIGHTS: True, MOMENTS: True}
+    assert choose(gib=139.8) == {ENABLE: False, TOKENS: TWO_GROUPS, WEIGHTS: True, MOMENTS: True}
+
+
+def test_micro_batches_hold_whole_groups_where_these_are_a_little_larger() -> None:
+    """In 8192 tokens, one group of 128 + 8 * 512 tokens would leave half of the room empty."""
+    assert choose(gib=125)[TOKENS] == TWO_GROUPS
+    assert choose("data.max_response_length=600", gib=139.8)[TOKENS] == 8192, "a fifth more"
+    assert choose("data.max_response_length=5000", gib=139.8)[TOKENS] == 8192, "in parts anyway"
+    two = f"{ACTOR}.ulysses_sequence_parallel_size=2"
+    shared = choose("trainer.n_gpus_per_node=4", two, "data.max_response_length=1024", gib=139.8)
+    assert shared[TOKENS] == (128 + 8 * 1024) // 2 * 2, "each of two devices has half of a group"
+
+
+def test_a_size_without_whole_groups_is_taken_where_only_that_fits() -> None:
+    fitting = {choose(gib=gib / 4).get(TOKENS) for gib in range(4 * 90, 4 * 140)}
+    assert {TWO_GROUPS, 8192} <= fitting
 
 
 def test_where_there_is_room_nothing_is_recomputed_or_offloaded() -> None:
@@ -88,8 +104,8 @@ def test_short_updates_do_not_wait_for_copies() -> None:
 
 def test_several_devices_recompute_no_more_than_they_must_and_offload_nothing() -> None:
     two, four, eight = (f"trainer.n_gpus_per_node={count}" for count in (2, 4, 8))
-    assert choose(two, gib=139.8) == {GRANULARITY: "feed_forward", TOKENS: 8192}
-    assert choose(four, gib=139.8) == {ENABLE: False, TOKENS: 8192}
+    assert choose(two, gib=139.8) == {GRANULARITY: "feed_forward", TOKENS: TWO_GROUPS}
+    assert choose(four, gib=139.8) == {ENABLE: False, TOKENS: TWO_GROUPS}
     assert choose(eight, gib=1000) == {ENABLE: False}
     assert choose(two, gib=79) == {}
     assert choose(two, f"{ENABLE}=True", f"{TOKENS}=8192", gib=1000) == {}
@@ -99,9 +115,9 @@ def test_an_engine_that_fills_its_share_leaves_less_to_training() -> None:
     vllm = ("trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.name=vllm")
     share = "actor_rollout_ref.rollout.gpu_memory_utilization"
     expected = {
-        0.3: {ENABLE: False, TOKENS: 8192},
+        0.3: {ENABLE: False, TOKENS: TWO_GROUPS},
         0.5: {GRANULARITY: "feed_forward"},
-        0.6: {TOKENS: 8192},
+        0.6: {TOKENS: TWO_GROUPS},
     }
     for value, keys in expected.items():
         assert choose(*vllm, f"{share}={value}", gib=80, sizes=BILLIONS) == keys
