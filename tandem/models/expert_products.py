@@ -278,13 +278,13 @@ class _Down(torch.autograd.Function):
         return grad_N2F, grad_EDF, dots_N[order.place_N].view_as(weight_TK), None
 
 
-def _add_rows(grad_ND: Tensor, order: ExpertOrder, *, work: _Work) -> Tensor:
+def _add_rows(x_ND: Tensor, order: ExpertOrder, *, work: _Work) -> Tensor:
     """Return the sum of each token's rows, (T, D)."""
     if work.num_chosen == 1:
-        return grad_ND.index_select(0, order.place_N)
-    wide = torch.promote_types(grad_ND.dtype, torch.float32)
-    size = (len(grad_ND) // work.num_chosen, work.num_chosen)
-    return work.parts.combine(grad_ND, order, weight_TK=grad_ND.new_ones(size, dtype=wide))
+        return x_ND.index_select(0, order.place_N)
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    size = (len(x_ND) // work.num_chosen, work.num_chosen)
+    return work.parts.combine(x_ND, order, weight_TK=x_ND.new_ones(size, dtype=wide))
 
 
 def _outer(y_NO: Tensor, x_NI: Tensor, *, stop_E: Tensor) -> Tensor:
