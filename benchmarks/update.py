@@ -150,8 +150,6 @@ def run(
             update_s.append(end - packed)
             pack_s.append(packed - start)
     if profiled:
-        plan = plan_microbatches(sequences, max_tokens=how.budget)
-        batches = pack_microbatches(sequences, plan, columns=columns)
         write_profile(
             profiled,
             f"{workload_name} {how}",

@@ -4,9 +4,9 @@
 An update is a sum over micro-batches with global denominators: loss, gradients and metrics do not
 depend on the split into micro-batches. A step whose loss or gradient is not finite is skipped. A
 copy of the stored weights may compute in a lower precision. Of a model with adapters, "weights" are
-the adapters alone. Gradients are then summed, and the
-optimizer steps, in the precision of the stored weights, which are on the device only during that
-step. There is no autocast, no loss scaling and no sharding.
+the adapters alone. Gradients are then summed, and the optimizer steps, in the precision of the
+stored weights, which may be on the device only during that step. There is no autocast, no loss
+scaling and no sharding.
 
 Shapes: R response tokens.
 """

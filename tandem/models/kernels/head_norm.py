@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """Triton kernels: the norms of the queries and keys of all tokens in one pass, and their gradients.
 
 Arithmetic is fp32 with one rounding at the end. Gradients are deterministic: each program sums the
@@ -119,6 +120,26 @@ def _forward(
     return y_TME
 
 
+@triton.jit
+def _normed(
+    x_ptr,
+    row,
+    column,
+    inside,
+    token_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Return rows, each a head of a token, times their inverse root mean squares, and these."""
+    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    x_at = x_ptr + token * token_stride + head * head_stride + column
+    x = tl.load(x_at, inside, 0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
+    return x * inverse, inverse
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm(
     y_ptr,
@@ -138,13 +159,10 @@ def _norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < HEAD_DIM)
-    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-    x_at = x_ptr + token * token_stride + head * head_stride + column
-    x = tl.load(x_at, inside, 0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
+    normed, _ = _normed(x_ptr, row, column, inside, token_stride, head_stride, eps, HEADS, HEAD_DIM)
     of_q = tl.load(q_weight_ptr + column, column < HEAD_DIM, 0.0).to(tl.float32)
     of_k = tl.load(k_weight_ptr + column, column < HEAD_DIM, 0.0).to(tl.float32)
-    y = x * inverse * tl.where(head < QUERIES, of_q, of_k)
+    y = normed * tl.where(row % HEADS < QUERIES, of_q, of_k)
     tl.store(y_ptr + row.to(tl.int64) * HEAD_DIM + column, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -176,14 +194,12 @@ def _norm_backward(
     while first < num_rows:
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < num_rows) & is_column
-        token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-        x_at = x_ptr + token * token_stride + head * head_stride + column
-        x = tl.load(x_at, inside, 0.0).to(tl.float32)
+        normed, inverse = _normed(
+            x_ptr, row, column, inside, token_stride, head_stride, eps, HEADS, HEAD_DIM
+        )
         at = row.to(tl.int64) * HEAD_DIM + column
         grad_y = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
-        normed = x * inverse
-        is_q = head < QUERIES
+        is_q = row % HEADS < QUERIES
         product = grad_y * normed
         sum_q += tl.where(is_q, product, 0.0)
         sum_k += tl.where(is_q, 0.0, product)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernel: a tensor of another precision is added to a sum in place.
 
-torch's operator does not load more than one number at a time when the precisions differ: on an
-H200 it takes half as long again.
+Where the precisions differ, torch's operator takes half as long again on an H200
+(``benchmarks/DIARY.md``).
 
 Shapes: N numbers.
 """

@@ -14,7 +14,7 @@ from tandem.models.operators import TORCH, Operators
 def test_equals_torch_bit_for_bit(
     shape: tuple[int, ...], dtype: torch.dtype, fused: Operators, device: torch.device
 ) -> None:
-    """One sum in fp32 of each pair of numbers has one rounding, whoever adds."""
+    """Each number is one sum in fp32 of two numbers, which has one rounding."""
     total, x = torch.randn(shape, device=device), torch.randn(shape).to(device, dtype)
     theirs = total.clone()
     TORCH.add_into(theirs, x)
