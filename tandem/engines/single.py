@@ -78,7 +78,7 @@ class SingleDeviceEngine:
             decoder = self._compute.decoder
             operators = TORCH if decoder is None else decoder.operators
             dtypes = {name: weight.dtype for name, weight in self._weights.items()}
-            self._sums = GradientSums(self._computed, dtypes, add_into=operators.add_into)
+            self._sums = GradientSums(self._computed, dtypes, operators=operators)
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
             assert self._compute is not model, "the weights of the forward pass cannot be offloaded"
@@ -138,15 +138,15 @@ class SingleDeviceEngine:
         return report
 
     def _gradients(self) -> dict[str, Tensor]:
+        if self._sums is None:
+            found = {name: weight.grad for name, weight in self._weights.items()}
+        else:
+            found = self._sums.totals()
         # Missing gradients become zeros: an optimizer would skip a weight without one.
-        sums = self._sums
-        found = {
-            name: weight.grad if sums is None else sums.get(name)
-            for name, weight in self._weights.items()
-        }
         return {
-            name: torch.zeros_like(self._weights[name], device=self._device) if x is None else x
-            for name, x in found.items()
+            name: torch.zeros_like(weight, device=self._device) if x is None else x
+            for name, weight in self._weights.items()
+            for x in (found.get(name),)
         }
 
     def _drop_gradients(self) -> None:
@@ -204,8 +204,8 @@ class SingleDeviceEngine:
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> Totals:
         totals = Totals(torch.zeros((), device=self._device))
-        if self._sums is not None and batches:
-            self._sums.allocate()
+        if self._sums is not None:
+            self._sums.begin()
         for batch in batches:
             totals.add(
                 backward(self._compute, batch, loss=loss, scale=scale, temperature=temperature)

@@ -28,6 +28,7 @@ from tandem.config.derived.latent import LatentConfig
 from tandem.config.derived.vision import VisionConfig
 from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
 from tandem.models.experts import Experts, is_fixed, is_of_router
+from tandem.models.gradient_sum import linear
 from tandem.models.latent_attention import LatentProjections
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
@@ -156,7 +157,7 @@ class _Linear(nn.Linear):
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         parameters = self._parameters
-        return F.linear(x_TD, cast(Tensor, parameters["weight"]), parameters["bias"])
+        return linear(x_TD, cast(Tensor, parameters["weight"]), bias_N=parameters["bias"])
 
 
 class DecoderLayer(nn.Module):
@@ -167,7 +168,7 @@ class DecoderLayer(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        linear = partial(_linear, config.adapters)
+        connect = partial(_linear, config.adapters)
         self.index = index
         self.eps = eps
         self.head_split = (heads + kv_heads, kv_heads)
@@ -176,7 +177,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = nn.RMSNorm(hidden, eps=eps)
         latent = config.latent
         if latent is None:
-            self.qkv = linear(
+            self.qkv = connect(
                 f"layers.{index}.qkv", num_inputs=hidden, widths=widths, bias=config.qkv_bias
             )
         else:
@@ -189,7 +190,7 @@ class DecoderLayer(nn.Module):
         q_width, k_width = widths[:2] if config.norm_spans_heads else (head_dim, head_dim)
         self.q_norm = nn.RMSNorm(q_width, eps=eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(k_width, eps=eps) if config.qk_norm else None
-        self.o = linear(
+        self.o = connect(
             f"layers.{index}.o",
             num_inputs=heads * self.value_dim,
             widths=(hidden,),
@@ -201,10 +202,10 @@ class DecoderLayer(nn.Module):
         if experts is not None:
             return
         gate_up, down = f"layers.{index}.gate_up", f"layers.{index}.down"
-        self.gate_up = linear(
+        self.gate_up = connect(
             gate_up, num_inputs=hidden, widths=(inner, inner), bias=config.mlp_bias
         )
-        self.down = linear(down, num_inputs=inner, widths=(hidden,), bias=config.mlp_bias)
+        self.down = connect(down, num_inputs=inner, widths=(hidden,), bias=config.mlp_bias)
 
     def forward(
         self,

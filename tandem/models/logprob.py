@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.models.gradient_sum import GradientSum, sum_of
+
 CHUNK_BYTES = 256 * 2**20
 """The maximum size of the fp32 logits of one chunk."""
 
@@ -104,6 +106,7 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy_R = torch.cat(entropy) if settings.with_entropy else torch.zeros_like(logp_R)
         kept_RV = excess_CV if settings.differentiable and len(logp) == 1 else None
         ctx.settings = settings
+        ctx.gradients = sum_of(weight_VD)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_RD, weight_VD, target_R, logp_R, entropy_R, kept_RV)
         return logp_R, entropy_R
@@ -112,6 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None) -> Any:
         settings: _Settings = ctx.settings
+        gradients: GradientSum | None = ctx.gradients
         h_RD, weight_VD, target_R, logp_R, entropy_R, kept_RV = ctx.saved_tensors
         through_entropy = grad_entropy_R is not None  # None if the entropy is only reported
         grad_logp_R, grad_entropy_R = (
@@ -135,7 +139,10 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_h.append(((grad_CV @ weight_VD) * scale_C1).to(h_CD.dtype))
             if ctx.needs_input_grad[1]:
                 scaled_CD = (h_CD * scale_C1).to(h_CD.dtype)
-                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.T @ scaled_CD)
+                if gradients is not None:
+                    gradients.add_product(grad_CV, scaled_CD)
+                else:
+                    grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.T @ scaled_CD)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return torch.cat(grad_h), grad_weight_VD, None, None

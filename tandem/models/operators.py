@@ -6,7 +6,7 @@ kernels have the same signatures, forward and backward. The dense layers' matrix
 not in the set, because the vendors' libraries are the fastest.
 
 Shapes: T tokens, D hidden, M heads, H query heads, K key/value heads or chosen experts, E head
-dimension or experts, F feed-forward, R rows, V vocabulary.
+dimension or experts, F feed-forward, R rows, V vocabulary, I inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tandem.config.derived.experts import ExpertConfig
 from tandem.errors import UserError
 from tandem.models.attention import PackedAttention, RunAttention
 from tandem.models.expert_products import ExpertParts, combine, differentiate, run_experts
+from tandem.models.gradient_sum import AddProduct
 from tandem.models.logprob import TokenLogProbs, token_log_probs
 from tandem.models.quantized_operators import TORCH_QUANTIZED, QuantizedOperators
 from tandem.models.router import Choose, route
@@ -134,6 +135,7 @@ class Operators:
         expert_parts: the operations of ``experts`` between its products.
         add_into: ``(total, x) -> None``: adds x to a sum in place, which may have a higher
             precision, without gradients.
+        add_product: ``(total_NI, y_TN, x_TI=) -> None``: adds y^T x to a sum, likewise.
         quantized: the operators of a decoder that generates in fp8.
     """
 
@@ -149,6 +151,7 @@ class Operators:
     experts: RunExperts
     expert_parts: ExpertParts
     add_into: Callable[[Tensor, Tensor], object]
+    add_product: AddProduct
     quantized: QuantizedOperators
 
 
@@ -273,6 +276,11 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
+def add_product(total_NI: Tensor, y_TN: Tensor, *, x_TI: Tensor) -> None:
+    """See ``Operators.add_product``."""
+    total_NI.add_(y_TN.T @ x_TI)
+
+
 _EXPERT_PARTS = ExpertParts(gate, combine, partial(differentiate, gate=gate))
 TORCH = Operators(
     add_norm,
@@ -287,6 +295,7 @@ TORCH = Operators(
     partial(run_experts, parts=_EXPERT_PARTS),
     _EXPERT_PARTS,
     Tensor.add_,
+    add_product,
     TORCH_QUANTIZED,
 )
 

@@ -49,8 +49,8 @@ class MemoryPlan:
             weights that visits the device counts only as far as it exceeds the space of activations
             and logits. With adapters: their fp32 values and copies, and the shard of their base.
         gradients: the shard of the gradients. In a run of one process, their sums and, if passes
-            have a precision of their own, the largest gradients in it: those of a layer, of the
-            embedding and of the head.
+            have a precision of their own, the largest gradients in it: those of a layer and of the
+            embedding.
         optimizer: two moments per weight, in their own precision. With ``optimizer_offload``, the
             part that visits counts only as far as it exceeds the remaining space of activations and
             logits. With Muon, all visit at once.
@@ -155,11 +155,11 @@ class _Model:
 
     @property
     def largest_gradients(self) -> int:
-        """The bytes of the gradients of a layer, of the embedding and of the head, in the precision
-        of the passes. If the last two are one matrix, its gradients are added up at the end.
+        """The bytes of the gradients of a layer and of the embedding, in the precision of the
+        passes. Products add that of the head to its sum.
         """
-        matrices = (2 if self.sizes.tied else 1) * self.sizes.embedding_parameters
-        return self.computed * (self.layer_parameters + matrices)
+        embedding = self.sizes.vocabulary * self.sizes.hidden
+        return self.computed * (self.layer_parameters + embedding)
 
     @property
     def layer_parameters(self) -> int:

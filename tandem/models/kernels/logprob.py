@@ -2,8 +2,9 @@
 # pyright: reportCallIssue=false
 """Log-probs of given tokens and entropies from hidden states, with reductions in Triton.
 
-A chunk of fp32 logits is read once for all its statistics. The backward pass recomputes it and
-reads it once for its gradient. ``logprob`` defines the results.
+A chunk of fp32 logits is read once for all its statistics, and once for its gradient in the
+backward pass. Chunks are kept for it where the device has memory, and others are computed again,
+with the same results. ``logprob`` defines the results.
 
 Shapes: R response tokens, C rows of a chunk, D hidden, V vocabulary.
 """
@@ -19,17 +20,23 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tandem.models.gradient_sum import GradientSum, sum_of
+from tandem.models.kernels.sums import add_product
 from tandem.models.logprob import TokenLogProbs
 
 CHUNK_BYTES = 2**31
 """The maximum size of the fp32 logits of one chunk."""
+SPARED_SHARE = 1 / 16
+"""The share of the device's memory that kept chunks leave free."""
 _BLOCK = 8192
+_LANES, _EACH = 512, 8
 
 
 @dataclass(frozen=True)
 class _Settings:
     temperature: float
     chunk_rows: int
+    kept_chunks: int
 
 
 def token_log_probs(
@@ -37,7 +44,11 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """See ``logprob.token_log_probs``."""
     rows = max(1, CHUNK_BYTES // (4 * weight_VD.shape[0]))
-    settings = _Settings(max(temperature, 1e-8), chunk_rows=rows)
+    settings = _Settings(
+        max(temperature, 1e-8),
+        chunk_rows=rows,
+        kept_chunks=spare_chunks(h_RD.device) if torch.is_grad_enabled() else 0,
+    )
     logp_R, entropy_R = _TokenLogProbs.apply(h_RD, weight_VD, target_R, settings)
     return TokenLogProbs(logp_R, entropy_R if with_entropy else None)
 
@@ -49,6 +60,17 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
     return torch.mm(h_RD, weight_VD.T, out_dtype=torch.float32)
 
 
+def spare_chunks(device: torch.device) -> int:
+    """Return the number of chunks for which a device has memory that a pass does not need."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    needed = 2 * CHUNK_BYTES + int(SPARED_SHARE * total)  # a chunk that is not kept, and gradients
+    return max(0, free + unused - needed) // CHUNK_BYTES
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -56,8 +78,11 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         results_3R = torch.empty((3, len(h_RD)), dtype=torch.float32, device=h_RD.device)
         rows, vocabulary = settings.chunk_rows, weight_VD.shape[0]
+        ctx.kept = {}
         for start in range(0, len(h_RD), rows):
             logits_CV = logits(h_RD[start : start + rows], weight_VD)
+            if len(ctx.kept) < settings.kept_chunks:
+                ctx.kept[start] = logits_CV
             _statistics[(len(logits_CV),)](
                 logits_CV,
                 target_R[start : start + rows],
@@ -65,11 +90,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 vocabulary,
                 results_3R.stride(0),
                 1.0 / settings.temperature,
-                BLOCK=_BLOCK,
+                LANES=_LANES,
+                EACH=_EACH,
                 num_warps=16,
             )
         logp_R, entropy_R, log_sum_R = results_3R
         ctx.settings = settings
+        ctx.gradients = sum_of(weight_VD)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_RD, weight_VD, target_R, entropy_R, log_sum_R)
         return logp_R.clone(), entropy_R.clone()
@@ -79,6 +106,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None) -> Any:
         h_RD, weight_VD, target_R, entropy_R, log_sum_R = ctx.saved_tensors
         settings: _Settings = ctx.settings
+        gradients: GradientSum | None = ctx.gradients
         rows, vocabulary = settings.chunk_rows, weight_VD.shape[0]
         zero_R = torch.zeros_like(entropy_R)
         columns = torch.stack(
@@ -93,7 +121,8 @@ class _TokenLogProbs(torch.autograd.Function):
         total_VD: Tensor | None = None
         for start in range(0, len(h_RD), rows):
             h_CD = h_RD[start : start + rows]
-            logits_CV = logits(h_CD, weight_VD)
+            kept_CV = ctx.kept.pop(start, None)
+            logits_CV = logits(h_CD, weight_VD) if kept_CV is None else kept_CV
             grad_CV = logits_CV.new_empty(logits_CV.shape, dtype=weight_VD.dtype)
             _gradient[(len(logits_CV), triton.cdiv(vocabulary, _BLOCK))](
                 logits_CV,
@@ -107,9 +136,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 BLOCK=_BLOCK,
                 num_warps=8,
             )
+            del kept_CV, logits_CV
             torch.mm(grad_CV, weight_VD, out=grad_h_RD[start : start + rows])
             if ctx.needs_input_grad[1]:
-                total_VD = _accumulate(total_VD, grad_CV, h_CD=h_CD)
+                if gradients is not None:
+                    gradients.add_product(grad_CV, h_CD)
+                else:
+                    total_VD = _accumulate(total_VD, grad_CV, h_CD=h_CD)
         grad_weight_VD = None if total_VD is None else total_VD.to(weight_VD.dtype)
         return grad_h_RD, grad_weight_VD, None, None
 
@@ -118,28 +151,41 @@ def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, *, h_CD: Tensor) -> Te
     """Sum over chunks in fp32. A single chunk is not converted."""
     if total_VD is None:
         return torch.mm(grad_CV.T, h_CD)
-    return total_VD.float().add_(torch.mm(grad_CV.T, h_CD))
+    total_VD = total_VD.float()
+    add_product(total_VD, grad_CV, x_TI=h_CD)
+    return total_VD
 
 
 @triton.jit
 def _statistics(
-    logits_ptr, target_ptr, results_ptr, vocabulary, results_stride, scale, BLOCK: tl.constexpr
+    logits_ptr,
+    target_ptr,
+    results_ptr,
+    vocabulary,
+    results_stride,
+    scale,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """Compute the target's log-prob, the entropy and the log-sum-exp of one row, in one pass."""
+    """Compute the target's log-prob, the entropy and the log-sum-exp of one row, in one pass.
+
+    Each lane reads ``EACH`` neighbours at a time, and has a maximum and sums of its own.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * vocabulary
-    top = tl.full([BLOCK], -1e30, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        v = start + tl.arange(0, BLOCK)
+    top = tl.full([LANES], -1e30, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
+    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    for start in range(0, vocabulary, LANES * EACH):
+        v = start + place
         inside = v < vocabulary
         x = tl.load(base + v, mask=inside, other=-1e30) * scale
-        new_top = tl.maximum(top, x)
+        new_top = tl.maximum(top, tl.max(x, 1))
         decay = tl.exp(top - new_top)
-        weight = tl.where(inside, tl.exp(x - new_top), 0.0)
-        total = total * decay + weight
-        weighted = weighted * decay + weight * x
+        weight = tl.where(inside, tl.exp(x - new_top[:, None]), 0.0)
+        total = total * decay + tl.sum(weight, 1)
+        weighted = weighted * decay + tl.sum(weight * x, 1)
         top = new_top
     row_top = tl.max(top, 0)
     factor = tl.exp(top - row_top)

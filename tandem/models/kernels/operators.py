@@ -14,7 +14,7 @@ from tandem.models.kernels.norm import add_norm
 from tandem.models.kernels.quantized import TRITON_QUANTIZED
 from tandem.models.kernels.rotary import rotate
 from tandem.models.kernels.router import route
-from tandem.models.kernels.sums import add_into
+from tandem.models.kernels.sums import add_into, add_product
 from tandem.models.kernels.varlen import VarlenAttention, VarlenRunAttention
 from tandem.models.operators import TORCH
 
@@ -32,6 +32,7 @@ TRITON = replace(
     experts=experts,
     expert_parts=PARTS,
     add_into=add_into,
+    add_product=add_product,
     quantized=TRITON_QUANTIZED,
 )
 

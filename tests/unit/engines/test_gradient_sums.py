@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engines.gradient_sums import GradientSums
+from tandem.models.gradient_sum import linear
 from tandem.models.operators import TORCH
 
 
@@ -21,7 +22,7 @@ def layers(num: int = 4) -> nn.Sequential:
 
 def sums_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> GradientSums:
     named = dict(module.named_parameters())
-    return GradientSums(named, dict.fromkeys(named, dtype), add_into=TORCH.add_into)
+    return GradientSums(named, dict.fromkeys(named, dtype), operators=TORCH)
 
 
 def backward(module: nn.Module, rows: Tensor) -> None:
@@ -32,7 +33,7 @@ def test_sums_are_those_of_the_gradients_one_after_the_other() -> None:
     batches = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     plain, summed = layers(), layers()
     sums = sums_of(summed)
-    sums.allocate()
+    sums.begin()
     wanted: dict[str, Tensor] = {}
     for batch in batches:
         backward(plain, batch)
@@ -42,15 +43,15 @@ def test_sums_are_those_of_the_gradients_one_after_the_other() -> None:
             wanted[name] = wanted.get(name, torch.zeros(weight.shape)) + weight.grad.float()
         plain.zero_grad()
     for name, wanted_sum in wanted.items():
-        found = sums.get(name)
-        assert found is not None and found.dtype == torch.float32
+        found = sums.totals()[name]
+        assert found.dtype == torch.float32
         assert torch.equal(found, wanted_sum)
 
 
 def test_a_gradient_is_freed_before_the_next_one_is_computed() -> None:
     module = layers()
     sums = sums_of(module)
-    sums.allocate()
+    sums.begin()
     others: list[int] = []
 
     def count(_: Tensor) -> None:
@@ -62,23 +63,79 @@ def test_a_gradient_is_freed_before_the_next_one_is_computed() -> None:
     assert others == [0] * 8
 
 
-def test_a_weight_without_gradient_has_no_sum_and_sums_are_dropped() -> None:
+def test_a_frozen_weight_has_no_sum_and_sums_begin_with_zeros() -> None:
     module = layers(2)
     frozen = module[0].weight.requires_grad_(False)
     sums = sums_of(module)
-    sums.allocate()
+    sums.begin()
     backward(module[1:], torch.ones(2, 8, dtype=torch.bfloat16))
     assert frozen.grad is None
-    assert [sums.get(f"0.{name}") for name in ("weight", "bias")] == [None, None]
-    first = sums.get("1.weight")
-    assert first is not None
-    first = first.clone()
+    assert set(sums.totals()) == {"0.bias", "1.weight", "1.bias"}
+    assert not sums.totals()["0.bias"].any()
+    first = sums.totals()["1.weight"].clone()
+    assert first.any()
     sums.drop()
-    assert sums.get("1.weight") is None
-    sums.allocate()
-    backward(module, torch.ones(2, 8, dtype=torch.bfloat16))
-    again = sums.get("1.weight")
-    assert again is not None and not torch.equal(again, first), "the rows went through one layer"
+    sums.begin()
+    assert not sums.totals()["1.weight"].any()
+
+
+class Twice(nn.Module):
+    """A map by ``gradient_sum.linear``, whose weight the output also reads as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        own = linear(rows, self.weight, bias_N=self.bias)
+        return own + self.weight.sum(1)
+
+
+def test_products_and_other_gradients_of_a_weight_come_to_one_sum() -> None:
+    rows = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain, summed = Twice().double(), Twice()
+    sums = sums_of(summed)
+    sums.begin()
+    for batch in rows:
+        double = batch.double().requires_grad_()
+        plain(double).square().sum().backward()
+        batch.requires_grad_()
+        backward(summed, batch)
+        assert batch.grad is not None and double.grad is not None
+        torch.testing.assert_close(batch.grad.double(), double.grad, rtol=0.1, atol=0.5)
+    assert summed.weight.grad is None and summed.bias.grad is None
+    for name, weight in plain.named_parameters():
+        assert weight.grad is not None
+        # Of 5 products of numbers up to 50, each rounded to 8 bits.
+        torch.testing.assert_close(sums.totals()[name].double(), weight.grad, rtol=0.05, atol=2.0)
+
+
+def test_a_product_adds_the_same_as_a_gradient_and_leaves_the_weights_alone() -> None:
+    """The products of bf16 numbers are rounded to bf16 on a CPU, as autograd rounds them."""
+    rows = torch.randn(5, 8).bfloat16()
+    plain, summed = Twice(), Twice()
+    sums = sums_of(summed)
+    sums.begin()
+    backward(plain, rows)
+    before = {name: one.clone() for name, one in summed.named_parameters()}
+    backward(summed, rows)
+    assert plain.bias.grad is not None
+    assert torch.equal(sums.totals()["bias"], plain.bias.grad.float())
+    assert all(torch.equal(one, before[name]) for name, one in summed.named_parameters())
+
+
+def test_a_frozen_map_computes_only_the_gradient_of_its_input() -> None:
+    module = Twice()
+    module.weight.requires_grad_(False)
+    sums = sums_of(module)
+    sums.begin()
+    rows = torch.randn(5, 8).bfloat16().requires_grad_()
+    linear(rows, module.weight, bias_N=module.bias).sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, module.weight.sum(0).expand(5, 8), rtol=0.02, atol=0.02)
+    assert set(sums.totals()) == {"bias"}
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -86,7 +143,7 @@ def test_weights_are_freed_without_the_collector(is_trained: bool) -> None:
     module = layers(1)
     sums = sums_of(module)
     if is_trained:
-        sums.allocate()
+        sums.begin()
         backward(module, torch.ones(2, 8, dtype=torch.bfloat16))
     weight = weakref.ref(module[0].weight)
     gc.disable()

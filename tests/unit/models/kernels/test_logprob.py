@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from tandem.models.gradient_sum import GradientSum
 from tandem.models.logprob import token_log_probs
+from tandem.models.operators import TORCH
 
 HIDDEN = 6
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
@@ -56,6 +61,60 @@ def test_chunks_change_nothing(rows_of_a_chunk, fused, device, monkeypatch):
     chunk_bytes = rows_of_a_chunk * 4 * 37
     monkeypatch.setattr("tandem.models.kernels.logprob.CHUNK_BYTES", chunk_bytes)
     check(fused, draw(7, 37, device=device), temperature=0.9)
+
+
+@pytest.mark.parametrize("kept_chunks", [1, 2, 9])
+def test_kept_logits_change_no_bit(kept_chunks, fused, device, monkeypatch):
+    """A second backward pass computes the logits again, which the first one has freed."""
+    monkeypatch.setattr("tandem.models.kernels.logprob.CHUNK_BYTES", 2 * 4 * 37)
+    h_RD, weight_VD, target_R = draw(7, 37, device=device)
+    weights_2R = torch.randn(2, 7).to(device)
+
+    def passes(number: int) -> list[Tensor]:
+        monkeypatch.setattr("tandem.models.kernels.logprob.spare_chunks", lambda _: number)
+        leaves = [x.detach().clone().requires_grad_() for x in (h_RD, weight_VD)]
+        result = fused.token_log_probs(
+            *leaves, target_R=target_R, temperature=0.7, with_entropy=True
+        )
+        loss = (weights_2R[0] * result.logp_R + weights_2R[1] * result.entropy_R).sum()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        return [result.logp_R, result.entropy_R, *first, *torch.autograd.grad(loss, leaves)]
+
+    recomputed, kept = passes(0), passes(kept_chunks)
+    assert all(map(torch.equal, kept, recomputed))
+
+
+@pytest.mark.parametrize("rows_of_a_chunk", [2, 9])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_the_gradient_of_a_summed_weight_is_added_to_its_sum(
+    rows_of_a_chunk, is_fused, fused, device, monkeypatch
+):
+    chunk_bytes = rows_of_a_chunk * 4 * 37
+    monkeypatch.setattr("tandem.models.kernels.logprob.CHUNK_BYTES", chunk_bytes)
+    operators = (
+        fused
+        if is_fused
+        else replace(TORCH, token_log_probs=partial(token_log_probs, chunk_bytes=chunk_bytes))
+    )
+    inputs = draw(7, 37, device=device)
+    weights_2R = torch.randn(2, 7).to(device)
+    double = [inputs[0].double(), inputs[1].double(), inputs[2]]
+    wanted = run(token_log_probs, double, temperature=0.9, weights_2R=weights_2R.double())[3]
+    weight_VD = torch.nn.Parameter(inputs[1].clone())
+    total = GradientSum(
+        weight_VD,
+        torch.float32,
+        add_into=operators.add_into,
+        add_product=operators.add_product,
+    )
+    total.begin()
+    for _ in range(2):
+        scores = operators.token_log_probs(
+            inputs[0], weight_VD, target_R=inputs[2], temperature=0.9, with_entropy=True
+        )
+        (weights_2R[0] * scores.logp_R + weights_2R[1] * scores.entropy_R).sum().backward()
+    assert weight_VD.grad is None
+    torch.testing.assert_close(total.total.double(), 2 * wanted, **CLOSE)
 
 
 def test_gradients_through_one_result_alone(fused, device):

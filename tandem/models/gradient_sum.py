@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sum of a weight's gradients over micro-batches, in a precision of its own.
+
+A linear map adds its product to the sum of its weight directly, where there is one. The gradient in
+the precision of the passes then never exists, and is not rounded to it. Other gradients are added
+when the backward pass has computed them.
+
+Shapes: T tokens, I inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+_ATTRIBUTE = "tandem_gradient_sum"
+
+
+class AddProduct(Protocol):
+    """The type of ``Operators.add_product``."""
+
+    def __call__(self, total_NI: Tensor, y_TN: Tensor, *, x_TI: Tensor) -> object: ...
+
+
+class GradientSum:
+    """The sum of the gradients of a weight, which keeps no gradient itself.
+
+    It does not refer to the weight, which refers to it.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        dtype: torch.dtype,
+        *,
+        add_into: Callable[[Tensor, Tensor], object],
+        add_product: AddProduct,
+    ) -> None:
+        """Add up the gradients of every backward pass from now on.
+
+        Args:
+            dtype: the precision of the sum.
+            add_into, add_product: see ``operators.Operators``.
+        """
+        self._like = torch.empty_like(weight, dtype=dtype, device="meta")
+        self._device = weight.device
+        self._add_into = add_into
+        self._add_product = add_product
+        self._total: Tensor | None = None
+        setattr(weight, _ATTRIBUTE, self)
+        weight.register_post_accumulate_grad_hook(self._add)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum since ``begin``."""
+        assert self._total is not None, "no sum has begun"
+        return self._total
+
+    def begin(self) -> None:
+        """Allocate a sum of zeros."""
+        self._total = torch.zeros_like(self._like, device=self._device)
+
+    def drop(self) -> None:
+        """Free the sum."""
+        self._total = None
+
+    @torch.no_grad()
+    def add_product(self, y_TN: Tensor, x_TI: Tensor) -> None:
+        """Add y^T x, a part of the gradient of a weight (N, I)."""
+        self._add_product(self.total, y_TN, x_TI=x_TI)
+
+    @torch.no_grad()
+    def _add(self, weight: Tensor) -> None:
+        if weight.grad is not None:  # which it is if all came as products
+            self._add_into(self.total, weight.grad)
+            weight.grad = None
+
+
+def sum_of(weight: Tensor) -> GradientSum | None:
+    """Return the sum of the gradients of ``weight``, if it has one."""
+    return getattr(weight, _ATTRIBUTE, None)
+
+
+def linear(x_TI: Tensor, weight_NI: Tensor, *, bias_N: Tensor | None) -> Tensor:
+    """Return ``F.linear(x_TI, weight_NI, bias_N)``, (T, N)."""
+    gradients = sum_of(weight_NI) if torch.is_grad_enabled() else None
+    if gradients is None:
+        return F.linear(x_TI, weight_NI, bias_N)
+    return _Linear.apply(x_TI, weight_NI, bias_N, gradients)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, gradients: GradientSum
+    ) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(x_TI, weight_NI)
+        return F.linear(x_TI, weight_NI, bias_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> Any:
+        x_TI, weight_NI = ctx.saved_tensors
+        grad_x_TI = grad_TN @ weight_NI if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            ctx.gradients.add_product(grad_TN, x_TI)
+        grad_bias_N = grad_TN.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x_TI, None, grad_bias_N, None
