@@ -76,7 +76,7 @@ class GradientSum:
 
     @torch.no_grad()
     def _add(self, weight: Tensor) -> None:
-        if weight.grad is not None:  # which it is if all came as products
+        if weight.grad is not None:  # it is None if all of it came as products
             self._add_into(self.total, weight.grad)
             weight.grad = None
 
@@ -89,26 +89,51 @@ def sum_of(weight: Tensor) -> GradientSum | None:
 def linear(x_TI: Tensor, weight_NI: Tensor, *, bias_N: Tensor | None) -> Tensor:
     """Return ``F.linear(x_TI, weight_NI, bias_N)``, (T, N)."""
     gradients = sum_of(weight_NI) if torch.is_grad_enabled() else None
-    if gradients is None:
+    if gradients is None or not (x_TI.requires_grad or weight_NI.requires_grad):
         return F.linear(x_TI, weight_NI, bias_N)
-    return _Linear.apply(x_TI, weight_NI, bias_N, gradients)
+    kept_TI = _Inputs.apply(x_TI, weight_NI)
+    return _Product.apply(kept_TI, bias_N, (weight_NI, gradients, kept_TI.grad_fn))
 
 
-class _Linear(torch.autograd.Function):
+class _Inputs(torch.autograd.Function):
+    """The inputs of a product, which it saves before the product is computed.
+
+    ``torch.utils.checkpoint`` stops a recomputation at the last tensor that any function saves. A
+    function saves its tensors after its forward pass. ``_Product`` saves none, so that a product at
+    the end is not repeated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_NI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_NI)
+        return x_TI.view_as(x_TI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x_TI: Tensor | None) -> Any:
+        return grad_x_TI, None
+
+
+class _Product(torch.autograd.Function):
+    """The product of inputs whose node in the graph has saved them with the weight."""
+
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, gradients: GradientSum
+        ctx: Any, x_TI: Tensor, bias_N: Tensor | None, way: tuple[Tensor, GradientSum, Any]
     ) -> Tensor:
-        ctx.gradients = gradients
-        ctx.save_for_backward(x_TI, weight_NI)
+        weight_NI, ctx.gradients, ctx.inputs = way
+        ctx.set_materialize_grads(False)
         return F.linear(x_TI, weight_NI, bias_N)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> Any:
-        x_TI, weight_NI = ctx.saved_tensors
-        grad_x_TI = grad_TN @ weight_NI if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
+    def backward(ctx: Any, grad_TN: Tensor | None) -> Any:
+        if grad_TN is None:
+            return None, None, None
+        x_TI, weight_NI = ctx.inputs.saved_tensors
+        needs_x, needs_weight = ctx.inputs.needs_input_grad
+        grad_x_TI = grad_TN @ weight_NI if needs_x else None
+        if needs_weight:
             ctx.gradients.add_product(grad_TN, x_TI)
-        grad_bias_N = grad_TN.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x_TI, None, grad_bias_N, None
+        grad_bias_N = grad_TN.sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x_TI, grad_bias_N, None

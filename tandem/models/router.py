@@ -21,6 +21,8 @@ from tandem.config.derived.experts import ExpertConfig
 
 Choose = Callable[[Tensor], Tensor]
 """A function from the experts that a router chose, int64 (T, K), to those that compute."""
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""A differentiable function of h_TD and router_ED: the logits h r^T in at least fp32."""
 EPSILON = 1e-20
 """The number that DeepSeek's code adds to the sum of the weights before it divides by it."""
 
@@ -32,13 +34,15 @@ def route(
     config: ExpertConfig,
     correction_E: Tensor | None,
     choose: Choose | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, int64 (T, K), and their weights, fp32 (T, K).
 
     The weights are those of this router even if ``choose`` replaces its choice, so that it always
-    has a gradient.
+    has a gradient. ``multiply`` replaces the product.
     """
-    logits_TE = _WideProduct.apply(h_TD, router_ED)
+    multiply = multiply or _WideProduct.apply
+    logits_TE = multiply(h_TD, router_ED)
     if config.scoring == "softmax_of_chosen":
         score_TE = logits_TE
     elif config.scoring == "softmax":

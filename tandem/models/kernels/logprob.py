@@ -39,6 +39,33 @@ class _Settings:
     kept_chunks: int
 
 
+class _Logits:
+    """The chunks of logits of a pass, some of which are kept until they are used again."""
+
+    def __init__(self, weight_VD: Tensor, *, num_kept: int) -> None:
+        self._weight_VD = weight_VD
+        self._num_kept = num_kept
+        self._kept: dict[int, Tensor] = {}
+
+    def compute(self, h_CD: Tensor, start: int) -> Tensor:
+        """Return the logits of the rows from ``start`` on."""
+        try:
+            logits_CV = logits(h_CD, self._weight_VD)
+        except torch.OutOfMemoryError:
+            if not self._kept:
+                raise
+            self._kept, self._num_kept = {}, 0
+            logits_CV = logits(h_CD, self._weight_VD)
+        if len(self._kept) < self._num_kept:
+            self._kept[start] = logits_CV
+        return logits_CV
+
+    def take(self, h_CD: Tensor, start: int) -> Tensor:
+        """Return them again, and keep them no longer."""
+        kept_CV = self._kept.pop(start, None)
+        return logits(h_CD, self._weight_VD) if kept_CV is None else kept_CV
+
+
 def token_log_probs(
     h_RD: Tensor, weight_VD: Tensor, *, target_R: Tensor, temperature: float, with_entropy: bool
 ) -> TokenLogProbs:
@@ -66,7 +93,9 @@ def spare_chunks(device: torch.device) -> int:
         return 0
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
+    # The allocator has this for tensors of any size, but for pieces that are left of blocks in use.
     unused = module.memory_reserved(device) - module.memory_allocated(device)
+    unused -= module.memory_stats(device).get("inactive_split_bytes.all.current", 0)
     needed = 2 * CHUNK_BYTES + int(SPARED_SHARE * total)  # a chunk that is not kept, and gradients
     return max(0, free + unused - needed) // CHUNK_BYTES
 
@@ -78,11 +107,9 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         results_3R = torch.empty((3, len(h_RD)), dtype=torch.float32, device=h_RD.device)
         rows, vocabulary = settings.chunk_rows, weight_VD.shape[0]
-        ctx.kept = {}
+        chunks = _Logits(weight_VD, num_kept=settings.kept_chunks)
         for start in range(0, len(h_RD), rows):
-            logits_CV = logits(h_RD[start : start + rows], weight_VD)
-            if len(ctx.kept) < settings.kept_chunks:
-                ctx.kept[start] = logits_CV
+            logits_CV = chunks.compute(h_RD[start : start + rows], start)
             _statistics[(len(logits_CV),)](
                 logits_CV,
                 target_R[start : start + rows],
@@ -95,7 +122,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 num_warps=16,
             )
         logp_R, entropy_R, log_sum_R = results_3R
-        ctx.settings = settings
+        ctx.settings, ctx.chunks = settings, chunks
         ctx.gradients = sum_of(weight_VD)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_RD, weight_VD, target_R, entropy_R, log_sum_R)
@@ -121,8 +148,7 @@ class _TokenLogProbs(torch.autograd.Function):
         total_VD: Tensor | None = None
         for start in range(0, len(h_RD), rows):
             h_CD = h_RD[start : start + rows]
-            kept_CV = ctx.kept.pop(start, None)
-            logits_CV = logits(h_CD, weight_VD) if kept_CV is None else kept_CV
+            logits_CV = ctx.chunks.take(h_CD, start)
             grad_CV = logits_CV.new_empty(logits_CV.shape, dtype=weight_VD.dtype)
             _gradient[(len(logits_CV), triton.cdiv(vocabulary, _BLOCK))](
                 logits_CV,
@@ -136,7 +162,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 BLOCK=_BLOCK,
                 num_warps=8,
             )
-            del kept_CV, logits_CV
+            del logits_CV
             torch.mm(grad_CV, weight_VD, out=grad_h_RD[start : start + rows])
             if ctx.needs_input_grad[1]:
                 if gradients is not None:

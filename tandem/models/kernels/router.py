@@ -11,10 +11,13 @@ Shapes: T tokens, D hidden, E experts, K chosen for a token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tandem.config.derived.experts import ExpertConfig
 from tandem.models import router
@@ -37,7 +40,7 @@ def route(
     generates = torch.is_inference_mode_enabled() and h_TD.dtype != torch.float64
     is_plain = config.num_groups == 1 and h_TD.dtype == router_ED.dtype
     if not generates or not is_plain:
-        return router.route(
+        return _route_by_torch(
             h_TD, router_ED, config=config, correction_E=correction_E, choose=choose
         )
     size = (num_tokens, config.num_chosen)
@@ -68,13 +71,68 @@ def route(
         )
     if choose is None or (chosen_TK := choose(expert_TK)) is expert_TK:  # only recorded
         return expert_TK, weight_TK
-    return router.route(
+    return _route_by_torch(
         h_TD,
         router_ED,
         config=config,
         correction_E=correction_E,
         choose=lambda _: chosen_TK,
     )
+
+
+def _route_by_torch(
+    h_TD: Tensor,
+    router_ED: Tensor,
+    *,
+    config: ExpertConfig,
+    correction_E: Tensor | None,
+    choose: Choose | None,
+) -> tuple[Tensor, Tensor]:
+    is_half = h_TD.dtype == router_ED.dtype == torch.bfloat16
+    return router.route(
+        h_TD,
+        router_ED,
+        config=config,
+        correction_E=correction_E,
+        choose=choose,
+        multiply=_HalfProduct.apply if is_half else None,
+    )
+
+
+class _HalfProduct(torch.autograd.Function):
+    """The fp32 logits of bf16 tensors.
+
+    Devices multiply bf16 numbers much faster than fp32 ones. The products are added in fp32, in
+    which a product of two bf16 numbers is exact. In the backward pass, the gradient of the logits
+    is the sum of two bf16 tensors, which have 16 bits of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, router_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(h_TD, router_ED)
+        return _multiply_wide(h_TD, router_ED.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> Any:
+        h_TD, router_ED = ctx.saved_tensors
+        high_TE = grad_TE.to(h_TD.dtype)
+        low_TE = (grad_TE - high_TE).to(h_TD.dtype)
+        parts_T2E = torch.cat((high_TE, low_TE), 1)
+        grad_TD = grad_ED = None
+        if ctx.needs_input_grad[0]:
+            grad_TD = parts_T2E @ torch.cat((router_ED, router_ED))
+        if ctx.needs_input_grad[1]:
+            grad_2ED = _multiply_wide(parts_T2E.T, h_TD).unflatten(0, (2, -1))
+            grad_ED = grad_2ED.sum(0).to(router_ED.dtype)
+        return grad_TD, grad_ED
+
+
+def _multiply_wide(x_MN: Tensor, y_NO: Tensor) -> Tensor:
+    """Return the product of bf16 matrices in fp32."""
+    if x_MN.device.type == "cpu":
+        return torch.mm(x_MN.float(), y_NO.float())
+    return torch.mm(x_MN, y_NO, out_dtype=torch.float32)
 
 
 @triton.jit

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.engines.gradient_sums import GradientSums
 from tandem.models.attention import PackedAttention
 from tandem.models.file_tensors import file_tensors
+from tandem.models.operators import TORCH
 from tandem.types import PackedBatch, Segments
 from tests.unit.models.tiny_models import (
     NATIVE,
@@ -105,6 +107,26 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(case, dtype, tmp_pa
         assert kept.keys() == recomputed.keys()
         assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
         assert repeated.count - products.count == more * layers
+
+
+def test_products_that_add_to_sums_of_gradients_are_not_repeated_either(tmp_path):
+    write_hf(NATIVE["qwen3_biases"](), tmp_path)
+    model = open_fp32(tmp_path).in_dtype(torch.bfloat16)
+    packed = pack_shared(*sample_sequences())
+    weights = dict(model.decoder.named_parameters())
+    sums = GradientSums(weights, dict.fromkeys(weights, torch.float32), operators=TORCH)
+    counts, totals = [], []
+    for granularity in (None, "pointwise", "feed_forward", "full"):
+        model.set_gradient_checkpointing(granularity is not None, granularity or "full")
+        sums.begin()
+        with Products() as products:
+            model.hidden(packed).float().square().sum().backward()
+        counts.append(products.count)
+        totals.append(sums.totals())
+    layers = len(model.decoder.layers)
+    assert [count - counts[0] for count in counts] == [0, 0, layers, 3 * layers]
+    for found in totals[1:]:
+        assert all(torch.equal(found[name], total) for name, total in totals[0].items())
 
 
 def bytes_kept(model, packed: PackedBatch) -> int:

@@ -84,6 +84,23 @@ def test_kept_logits_change_no_bit(kept_chunks, fused, device, monkeypatch):
     assert all(map(torch.equal, kept, recomputed))
 
 
+def test_kept_logits_give_way_when_memory_is_short(fused, device, monkeypatch):
+    monkeypatch.setattr("tandem.models.kernels.logprob.CHUNK_BYTES", 2 * 4 * 37)
+    monkeypatch.setattr("tandem.models.kernels.logprob.spare_chunks", lambda _: 9)
+    computed = []
+
+    def multiply(h_CD: Tensor, weight_VD: Tensor) -> Tensor:
+        computed.append(len(h_CD))
+        if len(computed) == 3:
+            raise torch.OutOfMemoryError
+        return fused.logits(h_CD, weight_VD)
+
+    monkeypatch.setattr("tandem.models.kernels.logprob.logits", multiply)
+    check(fused, draw(7, 37, device=device))
+    # Four chunks, one of them twice, and all again in the backward pass: none was kept.
+    assert len(computed) == 5 + 4
+
+
 @pytest.mark.parametrize("rows_of_a_chunk", [2, 9])
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_the_gradient_of_a_summed_weight_is_added_to_its_sum(

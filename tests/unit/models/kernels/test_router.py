@@ -107,3 +107,39 @@ def test_no_tokens_are_routed(fused, device):
             empty_TD, torch.ones(5, 16, device=device), config=PLAIN, correction_E=None
         )
     assert expert_TK.shape == weight_TK.shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_experts", [5, 60])
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+def test_gradients_of_training(tokens, num_experts, dtype, fused, device):
+    """Against fp64. In bf16, gradients differ by their own rounding and no more."""
+    config = replace(PLAIN, num_experts=num_experts, num_chosen=3, is_renormalized=True)
+    generator = torch.Generator().manual_seed(tokens)
+    h_TD = torch.randn(tokens, 72, generator=generator).to(device, dtype)
+    router_ED = 0.1 * torch.randn(num_experts, 72, generator=generator).to(device)
+    router_ED = router_ED.to(dtype)
+    scale_TK = torch.randn(tokens, 3, generator=generator).to(device)
+    results = []
+    for route, wide in ((fused.route, dtype), (TORCH.route, torch.float64)):
+        leaves = [x.detach().to(wide).requires_grad_() for x in (h_TD, router_ED)]
+        expert_TK, weight_TK = route(*leaves, config=config, correction_E=None)
+        (weight_TK * scale_TK).sum().backward()
+        results.append((expert_TK, weight_TK, *(leaf.grad for leaf in leaves)))
+    ours, theirs = results
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].double(), theirs[1], **CLOSE)
+    for our, their in zip(ours[2:], theirs[2:], strict=True):
+        assert our.dtype == dtype
+        largest = their.abs().max().item() if their.numel() else 0.0
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(our.double(), their, rtol=rounding, atol=1e-4 * largest)
+
+
+def test_a_frozen_router_or_a_frozen_input_has_no_gradient(fused, device):
+    for number in (0, 1):
+        leaves = [torch.randn(4, 16).to(device, torch.bfloat16) for _ in range(2)]
+        leaves[number].requires_grad_()
+        _, weight_TK = fused.route(*leaves, config=replace(PLAIN, num_experts=4), correction_E=None)
+        weight_TK.sum().backward()
+        assert leaves[number].grad is not None and leaves[1 - number].grad is None
