@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of an optimizer step, summed over micro-batches in the stored weights' precision.
 
-A gradient is added as soon as the backward pass has computed it, and freed: the gradients of all
-weights in the precision of the passes never exist at the same time.
+Linear maps and the head add their products to the sums directly. Other gradients are added as soon
+as the backward pass has computed them, and freed: the gradients of all weights in the precision of
+the passes never exist at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class GradientSums:
         Args:
             computed: the weights of the passes.
             dtypes: the precision of each sum.
-            operators: those that add to sums.
+            operators: the set whose ``add_into`` and ``add_product`` add to the sums.
         """
         self._sums = {
             name: GradientSum(
@@ -45,7 +46,7 @@ class GradientSums:
         }
 
     def begin(self) -> None:
-        """Allocate sums of zeros. Activations would take their memory otherwise."""
+        """Allocate sums of zeros before the passes; activations could take their memory."""
         for one in self._sums.values():
             one.begin()
 

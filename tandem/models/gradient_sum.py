@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sum of a weight's gradients over micro-batches, in a precision of its own.
 
-A linear map adds its product to the sum of its weight directly, where there is one. The gradient in
-the precision of the passes then never exists, and is not rounded to it. Other gradients are added
-when the backward pass has computed them.
+A linear map adds its product to the sum of its weight directly, where there is one. With Triton's
+operators on a device, the gradient then never exists in the precision of the passes, and is not
+rounded to it. Other gradients are added when the backward pass has computed them.
 
 Shapes: T tokens, I inputs, N outputs.
 """
@@ -115,7 +115,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """The product of inputs whose node in the graph has saved them with the weight."""
+    """The product of inputs that ``_Inputs`` has saved, with their weight, in its node."""
 
     @staticmethod
     def forward(

@@ -135,7 +135,8 @@ class Operators:
         expert_parts: the operations of ``experts`` between its products.
         add_into: ``(total, x) -> None``: adds x to a sum in place, which may have a higher
             precision, without gradients.
-        add_product: ``(total_NI, y_TN, x_TI=) -> None``: adds y^T x to a sum, likewise.
+        add_product: ``(total_NI, y_TN, x_TI=) -> None``: adds y^T x to a sum in place, which
+            may have a higher precision, without gradients.
         quantized: the operators of a decoder that generates in fp8.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router of a layer with experts: which experts compute a token, and their weights.
 
-The product is in fp32 in trainer and rollout, because in bf16 the last chosen expert and the first
+The logits are in fp32 in trainer and rollout, because in bf16 the last chosen expert and the first
 rejected one are often equal.
 
 Shapes: T tokens, D hidden, E experts, G groups of experts, K chosen for a token.
@@ -39,7 +39,8 @@ def route(
     """Return the experts of each token, int64 (T, K), and their weights, fp32 (T, K).
 
     The weights are those of this router even if ``choose`` replaces its choice, so that it always
-    has a gradient. ``multiply`` replaces the product.
+    has a gradient. ``multiply`` computes the logits; by default,
+    both tensors are widened to fp32.
     """
     multiply = multiply or _WideProduct.apply
     logits_TE = multiply(h_TD, router_ED)

@@ -55,7 +55,9 @@ class Platform:
         microbatch_tokens: the fastest size of a micro-batch; None for the largest that fits into
             memory. On a CPU a smaller one gains nothing and calls more operators.
         prepare_thread: must be called first in each thread that computes.
-        kernels: the implementation of operators except matrix products: torch or Triton.
+        kernels: the implementation of operators except matrix products: torch or Triton. Triton
+            needs ``mem_get_info`` and ``memory_stats`` in torch's module of the device, and
+            ``torch.mm`` and ``torch.addmm`` with ``out_dtype``.
         make_capturer: returns a function that records a sequence of operations for replay.
         has_own_memory: whether its memory is separate from the host's, and bounded.
         num_multiprocessors: returns how many programs run at the same time.

@@ -49,8 +49,8 @@ class MemoryPlan:
             weights that visits the device counts only as far as it exceeds the space of activations
             and logits. With adapters: their fp32 values and copies, and the shard of their base.
         gradients: the shard of the gradients. In a run of one process, their sums and, if passes
-            have a precision of their own, the largest gradients in it: those of a layer and of the
-            embedding.
+            have a precision of their own, an upper bound of the gradients in it: those of a layer
+            and of the embedding.
         optimizer: two moments per weight, in their own precision. With ``optimizer_offload``, the
             part that visits counts only as far as it exceeds the remaining space of activations and
             logits. With Muon, all visit at once.
@@ -155,8 +155,9 @@ class _Model:
 
     @property
     def largest_gradients(self) -> int:
-        """The bytes of the gradients of a layer and of the embedding, in the precision of the
-        passes. Products add that of the head to its sum.
+        """An upper bound of the bytes of gradients in the precision of the passes: those of a layer
+        and of the embedding. That of the head does not exist, as products add to its sum, nor do
+        those of a layer's linear maps.
         """
         embedding = self.sizes.vocabulary * self.sizes.hidden
         return self.computed * (self.layer_parameters + embedding)

@@ -48,7 +48,10 @@ class _Logits:
         self._kept: dict[int, Tensor] = {}
 
     def compute(self, h_CD: Tensor, start: int) -> Tensor:
-        """Return the logits of the rows from ``start`` on."""
+        """Return the logits of the rows from ``start`` on, and keep them if there is room.
+
+        If memory runs out, all kept chunks are freed.
+        """
         try:
             logits_CV = logits(h_CD, self._weight_VD)
         except torch.OutOfMemoryError:
@@ -61,7 +64,7 @@ class _Logits:
         return logits_CV
 
     def take(self, h_CD: Tensor, start: int) -> Tensor:
-        """Return them again, and keep them no longer."""
+        """Return the logits of these rows again, kept or recomputed, and keep them no longer."""
         kept_CV = self._kept.pop(start, None)
         return logits(h_CD, self._weight_VD) if kept_CV is None else kept_CV
 
@@ -88,15 +91,16 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def spare_chunks(device: torch.device) -> int:
-    """Return the number of chunks for which a device has memory that a pass does not need."""
+    """Return how many chunks of logits a device can keep."""
     if device.type == "cpu":
         return 0
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
-    # The allocator has this for tensors of any size, but for pieces that are left of blocks in use.
+    # The allocator can use this again for any tensor, but for unused pieces of blocks in use.
     unused = module.memory_reserved(device) - module.memory_allocated(device)
     unused -= module.memory_stats(device).get("inactive_split_bytes.all.current", 0)
-    needed = 2 * CHUNK_BYTES + int(SPARED_SHARE * total)  # a chunk that is not kept, and gradients
+    # A chunk that is not kept, its gradient, and what stays free.
+    needed = 2 * CHUNK_BYTES + int(SPARED_SHARE * total)
     return max(0, free + unused - needed) // CHUNK_BYTES
 
 

@@ -3,8 +3,8 @@
 """A Triton kernel: the router of experts in generation, from its product to the weights.
 
 torch's operators take ten launches for it. They compute training and scoring, whose choices must be
-the same, groups of experts, and choices that are replaced. Among equal scores the first expert is
-chosen.
+the same, groups of experts, and choices that are replaced; products of bf16 tensors are added in
+fp32 there (``_HalfProduct``). Among equal scores the first expert is chosen.
 
 Shapes: T tokens, D hidden, E experts, K chosen for a token.
 """
@@ -104,7 +104,7 @@ class _HalfProduct(torch.autograd.Function):
 
     Devices multiply bf16 numbers much faster than fp32 ones. The products are added in fp32, in
     which a product of two bf16 numbers is exact. In the backward pass, the gradient of the logits
-    is the sum of two bf16 tensors, which have 16 bits of it.
+    is divided into two bf16 tensors, whose sum keeps about 16 of its bits.
     """
 
     @staticmethod

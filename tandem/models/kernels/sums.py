@@ -35,7 +35,11 @@ def add_into(total: Tensor, x: Tensor) -> None:
 
 
 def add_product(total_NI: Tensor, y_TN: Tensor, *, x_TI: Tensor) -> None:
-    """See ``operators.Operators.add_product``. A half-precision product is not rounded."""
+    """See ``operators.Operators.add_product``.
+
+    On a device, a product of half-precision tensors is added to an fp32 sum without being rounded
+    before.
+    """
     if total_NI.dtype == torch.float32 != x_TI.dtype and x_TI.device.type != "cpu":
         torch.addmm(total_NI, y_TN.T, x_TI, out_dtype=torch.float32, out=total_NI)
     else:
