@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.config.derived.experts import ExpertConfig
+from tandem.models.gradient_sum import linear
 from tandem.models.operators import Operators
 from tandem.models.router import Choose
 
@@ -64,8 +65,8 @@ class Experts(nn.Module):
         y_TD = self.routed(h_TD, operators, expert_TK=expert_TK, weight_TK=weight_TK)
         if self.shared_gate_up is None or self.shared_down is None:
             return y_TD
-        gated_TS = operators.gate(F.linear(h_TD, self.shared_gate_up))
-        shared_TD = F.linear(gated_TS, self.shared_down)
+        gated_TS = operators.gate(linear(h_TD, self.shared_gate_up, bias_N=None))
+        shared_TD = linear(gated_TS, self.shared_down, bias_N=None)
         if shared_gate is not None:
             shared_TD = shared_TD * F.linear(h_TD, shared_gate).sigmoid()
         return y_TD + shared_TD
