@@ -56,7 +56,9 @@ def print_help(command: str, arguments: Sequence[str] = ()) -> None:
     Args:
         arguments: the other arguments of the command; ``--config-name`` may change defaults.
     """
-    options = "[--json] [--keys] [--elsewhere] [--times RUN] [sft] " if command == "plan" else ""
+    options = ""
+    if command == "plan":
+        options = "[--json] [--keys] [--elsewhere] [--memory GIB] [--times RUN] [sft] "
     print(f"usage: tandem {command} {options}[RECIPE.yaml] key=value ...")
     names = (argument.removeprefix("--config-name=") for argument in arguments)
     changed = {key: value for name in names for key, value in VERL_DEFAULTS.get(name, {}).items()}

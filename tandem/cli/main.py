@@ -97,10 +97,11 @@ COMMANDS = MappingProxyType(
 PLANS = MappingProxyType(
     {
         "--times": Command("tandem.cli.plan_times", "the plan, and a better split of the devices"),
+        "--memory": Command("tandem.cli.plan_memory", "the plan for devices of so many GiB"),
         "--elsewhere": Command("tandem.cli.plan", "the plan for another machine"),
     }
 )
-"""The commands behind options of ``plan``, the first one that is given. Neither reads the data."""
+"""The commands behind options of ``plan``, the first one that is given. None reads the data."""
 
 COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 """The commands whose help lists keys, without loading their modules."""

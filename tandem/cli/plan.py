@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem plan [--json] [--keys] [--elsewhere] [--times RUN] [sft] ARGUMENTS``: resolve and check
-a run, start nothing. ``--keys`` prints the effect of every key that was set.
+"""``tandem plan [--json] [--keys] [--elsewhere] [--memory GIB] [--times RUN] [sft] ARGUMENTS``:
+resolve and check a run, start nothing. ``--keys`` prints the effect of every key that was set.
 
 The arguments are those of ``tandem train``, or after the word ``sft`` those of ``tandem sft``, or
 after the name of an entry module of verl (``cli.entries``) those of that module. This file checks
 the arguments and prints plans; it needs no torch. ``plan_here`` then checks the run on this
-machine. With ``--elsewhere``, or with ``--times`` (``plan_times``), a plan is for another machine:
-files and devices that are not here give warnings and null fields.
+machine. With ``--elsewhere``, ``--memory`` (``plan_memory``) or ``--times`` (``plan_times``), a
+plan is for another machine: files and devices that are not here give warnings and null fields.
 """
 
 from __future__ import annotations
@@ -87,6 +87,37 @@ def run(arguments: Sequence[str]) -> int:
     """Print the plan of a run on another machine; return the exit code."""
     request = parse(arguments)
     return request.show(request.plan)
+
+
+def take_option(
+    words: Sequence[str], option: str, *, rule: str, remedy: str
+) -> tuple[list[str], list[str]]:
+    """Return the values of an option, which may be given several times, and the other words.
+
+    Raises:
+        UserError: a value is missing; ``rule`` and ``remedy`` are those of the error.
+    """
+    values: list[str] = []
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == option:
+            value = next(remaining, "")
+        elif word.startswith(f"{option}="):
+            value = word.removeprefix(f"{option}=")
+        else:
+            others.append(word)
+            continue
+        if not value:
+            raise UserError(option, "", rule=rule, remedy=remedy)
+        values.append(value)
+    return values, others
+
+
+def describe_memory_keys(chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row about the memory keys that a run sets itself; none if it sets none."""
+    shown = " ".join(f"{key}={value}" for key, value in chosen.items())
+    return {"memory keys": f"{shown} (chosen to fit the devices)"} if shown else {}
 
 
 def plan_arguments(arguments: Sequence[str]) -> Plan:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tandem.cli.plan import PlanRequest
+from tandem.cli.plan import PlanRequest, describe_memory_keys
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.plan.memory import plan_memory
 from tandem.config.plan.plan import COUNTED_BEFORE_FILTER, UNCHECKED_DEVICE, UNREAD_MODEL, Plan
@@ -62,7 +62,7 @@ def _checked(plan: Plan) -> Plan:
             **plan.run,
             **prepared.described,
             "devices": _devices(site),
-            **_memory_keys(site),
+            **describe_memory_keys(site.chosen),
             "starts": _start(checked),
         },
     )
@@ -75,12 +75,6 @@ def _devices(site: RunSite) -> str:
     if site.is_mixed or trainer.device != "auto":
         return f"{site.num_devices} {names}"
     return f"{site.num_devices} {names} ({choose_platform(trainer.device, os.environ).reason})"
-
-
-def _memory_keys(site: RunSite) -> dict[str, str]:
-    """Return the memory keys that the run sets itself."""
-    shown = " ".join(f"{key}={value}" for key, value in site.chosen.items())
-    return {"memory keys": f"{shown} (chosen to fit the devices)"} if shown else {}
 
 
 def _start(checked: CheckedRun) -> str:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tandem.cli.plan import OPTIONS, plan_arguments, print_plan, print_rows
+from tandem.cli.plan import OPTIONS, plan_arguments, print_plan, print_rows, take_option
 from tandem.config.schema.run import RunConfig
-from tandem.errors import UserError
 from tandem.planner.advice import SplitAdvice, advise, format_seconds
 from tandem.planner.task_times import TIMES_OPTION, read_times
 
@@ -30,7 +29,13 @@ _NO_PACE = (
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan and the advice."""
-    paths, words = _take_times([word for word in arguments if word not in OPTIONS])
+    values, words = take_option(
+        [word for word in arguments if word not in OPTIONS],
+        TIMES_OPTION,
+        rule="must name a run folder or a table",
+        remedy="Name one.",
+    )
+    paths = [Path(os.path.expanduser(value)) for value in values]
     plan = plan_arguments(words)
     assert isinstance(plan.config, RunConfig), "plan_arguments plans runs"
     times = read_times(paths)
@@ -66,23 +71,3 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
         ("busiest pool, the least a step can take", format_seconds(advice.lower_bound_s)),
         ("splits simulated", str(advice.num_simulated)),
     ]
-
-
-def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    paths: list[Path] = []
-    others: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        if word == TIMES_OPTION:
-            value = next(remaining, "")
-        elif word.startswith(f"{TIMES_OPTION}="):
-            value = word.removeprefix(f"{TIMES_OPTION}=")
-        else:
-            others.append(word)
-            continue
-        if not value:
-            raise UserError(
-                TIMES_OPTION, "", rule="must name a run folder or a table", remedy="Name one."
-            )
-        paths.append(Path(os.path.expanduser(value)))
-    return paths, others

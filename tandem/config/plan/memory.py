@@ -20,7 +20,7 @@ from tandem.config.derived.pools import (
     reference_of,
     scorer_of,
 )
-from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, ModelSizes
 from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig, RecomputeGranularity
@@ -349,6 +349,15 @@ def held_in_generation(config: RunConfig, sizes: ModelSizes) -> int:
     others = _others(sizes)
     routed = sizes.num_parameters - others
     return others + routed // config.actor_rollout_ref.rollout.expert_peers
+
+
+def least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
+    """Return the bytes of the generating weights, and of the cache of one longest sequence."""
+    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    pages = -(-trained_model(config).max_tokens // CACHE_PAGE_TOKENS)
+    cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
+    weights = computed * held_in_generation(config, sizes) + quantized_bytes(config, sizes)
+    return weights, computed * cached
 
 
 def _others(sizes: ModelSizes) -> int:

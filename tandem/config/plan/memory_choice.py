@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory keys that a run sets itself: recomputation and micro-batches, and on one device
-offloading.
+offloading and the share of the device for generation.
 
 Only keys that the user has left alone are chosen, and only such as change no result but rounding.
 Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from tandem.config.derived.microbatches import limits, microbatch_keys
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import place, trained_model
-from tandem.config.plan.memory import NO_MODELS, plan_memory
+from tandem.config.plan.memory import NO_MODELS, least_generating, plan_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -50,6 +50,12 @@ OFFLOAD_COSTS = {"param_offload": 13e3, "optimizer_offload": 27e3}
 
 A parameter takes 6 operations a token, at 500 TFLOP/s, and 8 or 16 bytes a step at 50 GB/s.
 """
+
+CACHE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+_SHARES = (0.4, 0.3, 0.2)
+CACHE_COST = 0.3
+"""The time that a smaller share for generation adds, as a share of an update, because sequences
+wait for others; it is chosen, not measured, so that other keys come first."""
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig | SftConfig)
 
@@ -88,7 +94,9 @@ def choose_memory(
     most = (SHARE if is_one else SHARE_OF_SEVERAL) * available_bytes
     plan = partial(plan_memory, sizes=sizes, auxiliary=auxiliary, available_bytes=available_bytes)
     unchanged = plan(config)
-    candidates = _candidates(config, sizes, recomputes_parts=recomputes_parts)
+    candidates = _candidates(
+        config, sizes, available_bytes=available_bytes, recomputes_parts=recomputes_parts
+    )
     for candidate in sorted(candidates, key=lambda candidate: candidate.cost):
         changed = with_overrides(config, candidate.overrides)
         # Pools that these keys do not concern, such as one that only generates, are left out.
@@ -116,8 +124,24 @@ def _with_key(config: Any, path: list[str], *, value: Any) -> Any:
     return config.model_copy(update={name: inner})
 
 
+def smaller_shares(
+    config: RunConfig, sizes: ModelSizes, *, available_bytes: int
+) -> tuple[float, ...]:
+    """Return shares of a device for generation below the configured one, the largest first.
+
+    Each has room for the weights and the longest sequence.
+    """
+    least = sum(least_generating(config, sizes)) / available_bytes
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    return tuple(lower for lower in _SHARES if least < lower < share)
+
+
 def _candidates(
-    config: RunConfig | SftConfig, sizes: ModelSizes, *, recomputes_parts: bool
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    available_bytes: int,
+    recomputes_parts: bool,
 ) -> Iterator[_Candidate]:
     is_one = place(config).is_one_process
     trained = trained_model(config)
@@ -133,12 +157,13 @@ def _candidates(
         recomputations,
         _budgets(config),
         _offloads(config, own.section) if is_one else ({},),
+        list(_caches(config, sizes, available_bytes=available_bytes)),
     )
-    for recomputation, budget, offload in ways:
+    for recomputation, budget, offload, cache in ways:
         copied = sum(OFFLOAD_COSTS[key.rpartition(".")[2]] for key in offload if offload[key])
         yield _Candidate(
-            {**recomputation.overrides, **budget.overrides, **offload},
-            recomputation.cost + budget.cost + copied / tokens,
+            {**recomputation.overrides, **budget.overrides, **offload, **cache.overrides},
+            recomputation.cost + budget.cost + copied / tokens + cache.cost,
         )
 
 
@@ -195,6 +220,21 @@ def _offloads(config: RunConfig | SftConfig, section: str) -> Iterator[Mapping[s
     keys = [key for name in OFFLOAD_COSTS if not _is_set(config, key := f"{section}.{name}")]
     for chosen in product((False, True), repeat=len(keys)):
         yield {key: True for key, value in zip(keys, chosen, strict=True) if value}
+
+
+def _caches(
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
+) -> Iterator[_Candidate]:
+    """Yield smaller shares for generation, if one device trains and generates in turns."""
+    yield _Candidate({}, 0.0)
+    if isinstance(config, SftConfig) or not place(config).is_one_process:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.attaches_servers or _is_set(config, CACHE_SHARE):
+        return
+    for share in smaller_shares(config, sizes, available_bytes=available_bytes):
+        taken = rollout.gpu_memory_utilization - share
+        yield _Candidate({CACHE_SHARE: share}, CACHE_COST + taken)
 
 
 def _tokens_of_update(config: RunConfig | SftConfig) -> int:

@@ -12,24 +12,21 @@ from tandem.config.derived.microbatches import (
     training_tokens,
 )
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, auxiliary_layouts
-from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, ModelSizes
+from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.plan.memory import (
-    BYTES,
     GIB,
     NO_MODELS,
-    held_in_generation,
+    least_generating,
     plan_memory,
-    quantized_bytes,
     wanted_cache,
 )
-from tandem.config.plan.memory_choice import with_overrides
+from tandem.config.plan.memory_choice import CACHE_SHARE, smaller_shares, with_overrides
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor."
-_CACHE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _ALSO_SET = {
     CRITIC: {
         f"{_ACTOR}fsdp_config.": "critic.model.fsdp_config.",
@@ -87,18 +84,18 @@ def require_memory(
 def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
     """Raise UserError if the paged cache of a device cannot hold the longest sequence alone."""
     data, share = config.data, config.actor_rollout_ref.rollout.gpu_memory_utilization
-    weights, needed = _least_generating(config, sizes)
+    weights, needed = least_generating(config, sizes)
     if int(share * available_bytes) >= weights + needed:
         return
     fitting = math.ceil(100 * (weights + needed) / available_bytes) / 100
     raise UserError(
-        _CACHE_SHARE,
+        CACHE_SHARE,
         share,
         rule=f"of {available_bytes / GIB:.0f} GiB, beside the weights ({weights / GIB:.1f} GiB), "
         "leaves no room for the keys and values of the longest sequence "
         f"({needed / GIB:.1f} GiB: data.max_prompt_length={data.max_prompt_length} + "
         f"data.max_response_length={data.max_response_length} tokens)",
-        remedy=f"Set {_CACHE_SHARE}={fitting:g}." if fitting <= 1 else "Shorten the sequences.",
+        remedy=f"Set {CACHE_SHARE}={fitting:g}." if fitting <= 1 else "Shorten the sequences.",
     )
 
 
@@ -113,32 +110,23 @@ def narrow_cache(
     with the share that could, if the run fits with it.
     """
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    weights, _ = _least_generating(config, sizes)
+    weights, _ = least_generating(config, sizes)
     wanted = wanted_cache(config, sizes, placement=place(config))
     room = int(share * available_bytes) - weights
     if room >= wanted:
         return None
     note = (
-        f"{_CACHE_SHARE}={share:g} holds the keys and values of {room / wanted:.0%} of the "
+        f"{CACHE_SHARE}={share:g} holds the keys and values of {room / wanted:.0%} of the "
         "sequences that a device may generate at once; the others wait for them."
     )
     larger = math.ceil(100 * (weights + wanted) / available_bytes) / 100
     if larger > 1:
         return note
-    changed = with_overrides(config, {_CACHE_SHARE: larger})
+    changed = with_overrides(config, {CACHE_SHARE: larger})
     plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
     if any(plan.total > available_bytes for plan in plans.values()):
         return note
-    return f"{note} Set {_CACHE_SHARE}={larger:g} to generate them together."
-
-
-def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
-    """Return the bytes of the generating weights, and of the cache of one longest sequence."""
-    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
-    pages = -(-trained_model(config).max_tokens // CACHE_PAGE_TOKENS)
-    cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
-    weights = computed * held_in_generation(config, sizes) + quantized_bytes(config, sizes)
-    return weights, computed * cached
+    return f"{note} Set {CACHE_SHARE}={larger:g} to generate them together."
 
 
 def _remedy(
@@ -181,9 +169,8 @@ def _smaller_generation(
     if config.trainer.max_lag == 0:
         several = config.trainer.num_devices > 1
         return [{"actor_rollout_ref.rollout.free_cache_engine": True}] if several else []
-    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    least = sum(_least_generating(config, sizes)) / available_bytes
-    return [{_CACHE_SHARE: lower} for lower in (0.4, 0.3, 0.2) if least < lower < share]
+    shares = smaller_shares(config, sizes, available_bytes=available_bytes)
+    return [{CACHE_SHARE: share} for share in shares]
 
 
 def _candidates(

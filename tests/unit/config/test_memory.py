@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.config.derived.sizes import OPTIMIZER_PART_NUMBERS, ModelSizes
+from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, OPTIMIZER_PART_NUMBERS, ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import GIB, MemoryPlan, plan_memory
-from tandem.config.plan.memory_remedy import (
-    CACHE_PAGE_TOKENS,
-    narrow_cache,
-    require_cache,
-    require_memory,
-)
+from tandem.config.plan.memory_remedy import narrow_cache, require_cache, require_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError

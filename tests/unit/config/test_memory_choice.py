@@ -30,6 +30,7 @@ MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ENABLE, GRANULARITY = f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.recompute_granularity"
 WEIGHTS, MOMENTS = (f"{ACTOR}.fsdp_config.{x}_offload" for x in ("param", "optimizer"))
 TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+CACHE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 TWO_GROUPS = 2 * (128 + 8 * 512)
 
 
@@ -92,6 +93,17 @@ def test_keys_of_the_user_stay() -> None:
 
 def test_what_does_not_fit_is_left_to_the_refusal() -> None:
     assert choose(gib=60) == {}
+
+
+def test_generation_gets_less_only_where_nothing_else_fits_one_device() -> None:
+    """7B on a card of 80 GB: 14 GiB of keys and values would not fit beside the sums."""
+    found = choose(gib=79)
+    assert found == {TOKENS: TWO_GROUPS, WEIGHTS: True, MOMENTS: True, CACHE: 0.3}
+    assert CACHE not in choose(gib=85)
+    assert choose(f"{CACHE}=0.5", gib=79) == {}, "the user's share stays"
+    assert CACHE not in choose("trainer.n_gpus_per_node=2", gib=79)
+    demanding = choose("data.max_response_length=400000", f"{TOKENS}=8192", gib=79)
+    assert demanding.get(CACHE) is None, "the longest sequence needs more than the share leaves"
 
 
 def test_short_updates_do_not_wait_for_copies() -> None:
