@@ -96,8 +96,8 @@ COMMANDS = MappingProxyType(
 
 PLANS = MappingProxyType(
     {
-        "--times": Command("tandem.cli.plan_times", "the plan, and a better split of the devices"),
         "--memory": Command("tandem.cli.plan_memory", "the plan for devices of so many GiB"),
+        "--times": Command("tandem.cli.plan_times", "the plan, and a better split of the devices"),
         "--elsewhere": Command("tandem.cli.plan", "the plan for another machine"),
     }
 )

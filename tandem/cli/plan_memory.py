@@ -7,12 +7,14 @@ and is refused where the run would not fit them. Nothing is started.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.cli.plan import describe_memory_keys, parse, take_option
 from tandem.config.check.device_rules import mcore_key
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Pool
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.plan.memory import GIB, plan_memory
@@ -24,18 +26,24 @@ from tandem.config.schema.sft import SftConfig
 from tandem.driver.model_checks import read_local_config
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
-from tandem.platforms.names import AUTO
+from tandem.planner.task_times import TIMES_OPTION
+from tandem.platforms.names import AUTO, VARIABLE, platform_name
 from tandem.platforms.registry import platform_named
 
 MEMORY_OPTION = "--memory"
+_RULE = "must be a number of GiB from 1 to 100000"
 _REMEDY = "Write the GiB of one device, such as 79 for a card of 80 GB."
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan; return the exit code."""
-    values, words = take_option(
-        arguments, MEMORY_OPTION, rule="must be a number above 0", remedy=_REMEDY
-    )
+    if any(word.split("=")[0] == TIMES_OPTION for word in arguments):
+        raise UserError(
+            MEMORY_OPTION,
+            rule=f"cannot be given with {TIMES_OPTION}, whose plan has no memory of devices",
+            remedy="Leave one of them out.",
+        )
+    values, words = take_option(arguments, MEMORY_OPTION, rule=_RULE, remedy=_REMEDY)
     available_bytes = int(_gib(values[-1]) * GIB)
     request = parse(words)
     plan = request.plan
@@ -43,20 +51,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise UserError(MEMORY_OPTION, text, rule="must be a number above 0", remedy=_REMEDY)
-    return value
+    is_number = re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) is not None
+    if not is_number or not 1 <= float(text) <= 100_000:
+        raise UserError(MEMORY_OPTION, text, rule=_RULE, remedy=_REMEDY)
+    return float(text)
 
 
 def _fitted(plan: Plan, available_bytes: int) -> Plan:
     """Return the plan with the chosen memory keys and the memory with them."""
     config, placement = plan.config, plan.placement
-    named = {pool.platform for pool in placement.used_pools}
-    if placement.is_mixed or "cpu" in named:
+    named = {_platform(pool) for pool in placement.used_pools}
+    named = named - {AUTO} or named
+    if len(named) > 1 or not all(map(_has_own_memory, named)):
         raise UserError(
             MEMORY_OPTION,
             rule="a run plans the memory of accelerators of one kind, and this one has "
@@ -66,13 +72,20 @@ def _fitted(plan: Plan, available_bytes: int) -> Plan:
     model = trained_model(config)
     hf_config = read_local_config(model.config.path)
     sizes = ModelSizes.of(hf_config)
+    if not hf_config:
+        raise UserError(
+            model.key,
+            model.config.path,
+            rule=f"{MEMORY_OPTION} needs a folder with the model's config.json",
+            remedy="Name such a folder. The weights need not be there.",
+        )
     if sizes is None:
         raise UserError(
             model.key,
             model.config.path,
-            rule=f"{MEMORY_OPTION} needs a folder with the model's config.json, and its sizes in "
-            "it",
-            remedy="Name such a folder. The weights need not be there.",
+            rule="its config.json has other names of sizes than the plan knows, so that a run does "
+            "not plan its memory",
+            remedy=f"Use --elsewhere instead of {MEMORY_OPTION}.",
         )
     auxiliary = _auxiliary_sizes(config)
     recomputes_parts = decoder_config(hf_config) is not None
@@ -94,16 +107,29 @@ def _fitted(plan: Plan, available_bytes: int) -> Plan:
     )
     if has_pages and isinstance(config, RunConfig):
         require_cache(config, sizes, available_bytes=available_bytes)
+    num_devices = sum(pool.num_devices for pool in placement.used_pools)
     return replace(
         plan,
         config=config,
         memory=plan_memory(config, sizes, auxiliary=auxiliary, available_bytes=available_bytes),
         run={
             **plan.run,
-            "devices": f"{placement.num_devices} of {available_bytes / GIB:g} GiB",
+            "devices": f"{num_devices} of {available_bytes / GIB:g} GiB",
             **describe_memory_keys(chosen),
         },
     )
+
+
+def _platform(pool: Pool) -> str:
+    """Return the platform of a pool; for ``auto``, that of the environment if it names one."""
+    wanted = os.environ.get(VARIABLE, "")
+    return (
+        platform_name(wanted, key=VARIABLE) if wanted and pool.platform == AUTO else pool.platform
+    )
+
+
+def _has_own_memory(platform: str) -> bool:
+    return platform == AUTO or platform_named(platform).has_own_memory
 
 
 def _has_kernels(platform: str) -> bool:

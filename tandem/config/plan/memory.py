@@ -353,11 +353,14 @@ def held_in_generation(config: RunConfig, sizes: ModelSizes) -> int:
 
 def least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
     """Return the bytes of the generating weights, and of the cache of one longest sequence."""
+    trained = trained_model(config)
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
-    pages = -(-trained_model(config).max_tokens // CACHE_PAGE_TOKENS)
+    pages = 1 + -(-trained.max_tokens // CACHE_PAGE_TOKENS)  # one for rounding
     cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
-    weights = computed * held_in_generation(config, sizes) + quantized_bytes(config, sizes)
-    return weights, computed * cached
+    held = held_in_generation(config, sizes)
+    if trained.adapters is not None:
+        held += trained.adapters.num_parameters(sizes)
+    return computed * held + quantized_bytes(config, sizes), computed * cached
 
 
 def _others(sizes: ModelSizes) -> int:

@@ -3,6 +3,7 @@
 offloading and the share of the device for generation.
 
 Only keys that the user has left alone are chosen, and only such as change no result but rounding.
+The share for generation is lowered only if the run would be refused otherwise.
 Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
 The memory of the device decides, not what is free of it, so that a run can be repeated.
 """
@@ -21,6 +22,7 @@ from tandem.config.derived.microbatches import limits, microbatch_keys
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.plan.memory import NO_MODELS, least_generating, plan_memory
+from tandem.config.schema.rollout import NATIVE_NAMES
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -53,9 +55,6 @@ A parameter takes 6 operations a token, at 500 TFLOP/s, and 8 or 16 bytes a step
 
 CACHE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _SHARES = (0.4, 0.3, 0.2)
-CACHE_COST = 0.3
-"""The time that a smaller share for generation adds, as a share of an update, because sequences
-wait for others; it is chosen, not measured, so that other keys come first."""
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig | SftConfig)
 
@@ -91,13 +90,16 @@ def choose_memory(
     is_one, trainer = placement.is_one_process, placement.pool_of("actor-train").name
     if not (is_one or has_own_kernels):
         return config, {}
-    most = (SHARE if is_one else SHARE_OF_SEVERAL) * available_bytes
+    most = most_bytes(config, available_bytes)
     plan = partial(plan_memory, sizes=sizes, auxiliary=auxiliary, available_bytes=available_bytes)
     unchanged = plan(config)
-    candidates = _candidates(
-        config, sizes, available_bytes=available_bytes, recomputes_parts=recomputes_parts
+    candidates = sorted(
+        _candidates(config, sizes, recomputes_parts=recomputes_parts), key=lambda one: one.cost
     )
-    for candidate in sorted(candidates, key=lambda candidate: candidate.cost):
+    less: list[Mapping[str, Any]] = [{}]
+    if has_own_kernels and any(own.total > available_bytes for own in unchanged.values()):
+        less += _less_generation(config, sizes, available_bytes=available_bytes)
+    for candidate in (_with(candidate, own) for own in less for candidate in candidates):
         changed = with_overrides(config, candidate.overrides)
         # Pools that these keys do not concern, such as one that only generates, are left out.
         concerned = {
@@ -136,12 +138,33 @@ def smaller_shares(
     return tuple(lower for lower in _SHARES if least < lower < share)
 
 
+def most_bytes(config: RunConfig | SftConfig, available_bytes: int) -> int:
+    """Return the memory that a choice may plan."""
+    share = SHARE if place(config).is_one_process else SHARE_OF_SEVERAL
+    return int(share * available_bytes)
+
+
+def _with(candidate: _Candidate, overrides: Mapping[str, Any]) -> _Candidate:
+    return _Candidate({**candidate.overrides, **overrides}, candidate.cost)
+
+
+def _less_generation(
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
+) -> list[Mapping[str, Any]]:
+    """Return smaller shares for generation, if one device trains and generates in turns with the
+    native engine, and the user has left the share alone.
+    """
+    if isinstance(config, SftConfig) or not place(config).is_one_process:
+        return []
+    is_native = config.actor_rollout_ref.rollout.name in NATIVE_NAMES
+    if not is_native or _is_set(config, CACHE_SHARE):
+        return []
+    shares = smaller_shares(config, sizes, available_bytes=available_bytes)
+    return [{CACHE_SHARE: share} for share in shares]
+
+
 def _candidates(
-    config: RunConfig | SftConfig,
-    sizes: ModelSizes,
-    *,
-    available_bytes: int,
-    recomputes_parts: bool,
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, recomputes_parts: bool
 ) -> Iterator[_Candidate]:
     is_one = place(config).is_one_process
     trained = trained_model(config)
@@ -157,13 +180,12 @@ def _candidates(
         recomputations,
         _budgets(config),
         _offloads(config, own.section) if is_one else ({},),
-        list(_caches(config, sizes, available_bytes=available_bytes)),
     )
-    for recomputation, budget, offload, cache in ways:
+    for recomputation, budget, offload in ways:
         copied = sum(OFFLOAD_COSTS[key.rpartition(".")[2]] for key in offload if offload[key])
         yield _Candidate(
-            {**recomputation.overrides, **budget.overrides, **offload, **cache.overrides},
-            recomputation.cost + budget.cost + copied / tokens + cache.cost,
+            {**recomputation.overrides, **budget.overrides, **offload},
+            recomputation.cost + budget.cost + copied / tokens,
         )
 
 
@@ -220,21 +242,6 @@ def _offloads(config: RunConfig | SftConfig, section: str) -> Iterator[Mapping[s
     keys = [key for name in OFFLOAD_COSTS if not _is_set(config, key := f"{section}.{name}")]
     for chosen in product((False, True), repeat=len(keys)):
         yield {key: True for key, value in zip(keys, chosen, strict=True) if value}
-
-
-def _caches(
-    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
-) -> Iterator[_Candidate]:
-    """Yield smaller shares for generation, if one device trains and generates in turns."""
-    yield _Candidate({}, 0.0)
-    if isinstance(config, SftConfig) or not place(config).is_one_process:
-        return
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.attaches_servers or _is_set(config, CACHE_SHARE):
-        return
-    for share in smaller_shares(config, sizes, available_bytes=available_bytes):
-        taken = rollout.gpu_memory_utilization - share
-        yield _Candidate({CACHE_SHARE: share}, CACHE_COST + taken)
 
 
 def _tokens_of_update(config: RunConfig | SftConfig) -> int:

@@ -21,7 +21,13 @@ from tandem.config.plan.memory import (
     plan_memory,
     wanted_cache,
 )
-from tandem.config.plan.memory_choice import CACHE_SHARE, smaller_shares, with_overrides
+from tandem.config.plan.memory_choice import (
+    CACHE_SHARE,
+    OFFLOAD_COSTS,
+    most_bytes,
+    smaller_shares,
+    with_overrides,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -124,7 +130,7 @@ def narrow_cache(
         return note
     changed = with_overrides(config, {CACHE_SHARE: larger})
     plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
-    if any(plan.total > available_bytes for plan in plans.values()):
+    if any(plan.total > most_bytes(config, available_bytes) for plan in plans.values()):
         return note
     return f"{note} Set {CACHE_SHARE}={larger:g} to generate them together."
 
@@ -192,6 +198,9 @@ def _candidates(
     extras.append(recompute)
     if config.trainer.num_devices > 1:
         extras.append(recompute | {f"{layout}.offload_policy": True})
+    else:
+        offloads = {f"{layout}.{name}": True for name in OFFLOAD_COSTS}
+        extras += [offloads, recompute | offloads]
     keys = microbatch_keys(config, "actor-train")
     for extra in extras:
         budget = max(shortest, training_tokens(config, "actor-train", ranks=ranks))

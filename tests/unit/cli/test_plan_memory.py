@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import main
+from tandem.platforms.names import VARIABLE
 
 SEVEN_BILLION = {
     "model_type": "qwen2",
@@ -83,18 +84,21 @@ def test_what_does_not_fit_is_refused_with_a_remedy(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "of 40 GiB" in refusal([*words, "--memory", "40"], capsys)
-    theirs = [f"{OFFLOAD}=True", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]
     share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
+    assert f"{OFFLOAD}=True" in refusal([*words, "--memory=79", share], capsys)
+    theirs = [f"{OFFLOAD}=True", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]
     text = refusal([*words, "--memory=79", *theirs, share], capsys)
     assert "Set " in text and "ppo_max_token_len_per_gpu" in text
 
 
-@pytest.mark.parametrize("value", ["80GB", "0", "-1", "nan", "inf", ""])
+@pytest.mark.parametrize(
+    "value", ["80GB", "0", "0.5", "-1", "nan", "inf", "1e9", "7_9", "200000", ""]
+)
 def test_what_is_no_size_is_refused(
     value: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = refusal([*words, f"--memory={value}"], capsys)
-    assert text.startswith(f"error: --memory={value!r}: must be a number above 0. Write the GiB")
+    assert text.startswith(f"error: --memory={value!r}: must be a number of GiB from 1 to")
 
 
 def test_runs_without_such_devices_or_sizes_are_refused(
@@ -105,6 +109,33 @@ def test_runs_without_such_devices_or_sizes_are_refused(
         (["actor_rollout_ref.model.path=nobody/nothing"], "--memory needs a folder"),
     ):
         assert text in refusal([*words, "--memory=79", *more], capsys)
+
+
+def test_models_with_other_names_of_sizes_are_not_planned(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert "other names of sizes" in refusal([*words, "--memory=79"], capsys)
+
+
+def test_the_environment_names_the_platform(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several devices of a platform without tandem's kernels choose no keys."""
+    eight = [*words, "--memory=79", "trainer.n_gpus_per_node=8"]
+    assert "memory keys" in planned(eight, capsys)["run"]
+    monkeypatch.setenv(VARIABLE, "npu")
+    assert "memory keys" not in planned(eight, capsys)["run"]
+    monkeypatch.setenv(VARIABLE, "cpu")
+    assert "and this one has cpu" in refusal(eight, capsys)
+
+
+def test_it_excludes_the_times_of_a_run(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (["--memory", "79", "--times", "run"], ["--times=run", "--memory=79"]):
+        assert "cannot be given with --times" in refusal([*words, *options], capsys)
 
 
 def test_fine_tuning_is_planned_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,8 +102,32 @@ def test_generation_gets_less_only_where_nothing_else_fits_one_device() -> None:
     assert CACHE not in choose(gib=85)
     assert choose(f"{CACHE}=0.5", gib=79) == {}, "the user's share stays"
     assert CACHE not in choose("trainer.n_gpus_per_node=2", gib=79)
+    assert CACHE not in choose(gib=79, has_own_kernels=False)
+    for name in ("vllm", "sglang", "hf"):
+        assert CACHE not in choose(f"actor_rollout_ref.rollout.name={name}", gib=79)
     demanding = choose("data.max_response_length=400000", f"{TOKENS}=8192", gib=79)
     assert demanding.get(CACHE) is None, "the longest sequence needs more than the share leaves"
+
+
+@pytest.mark.parametrize("gib", range(12, 140, 8))
+def test_generation_gets_less_only_if_the_run_would_be_refused(gib: int) -> None:
+    """Copies of small updates are expensive, and are preferred all the same."""
+    small = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=4")
+    for sizes in (HALF_BILLION, BILLIONS, SEVEN_BILLION):
+        share = choose(*small, gib=gib, sizes=sizes).get(CACHE)
+        if share is not None:
+            assert choose(*small, f"{CACHE}=0.5", gib=gib, sizes=sizes) == {}
+
+
+def test_a_chosen_share_has_room_for_weights_adapters_and_the_longest_sequence() -> None:
+    adapters = (f"{MODEL}.lora_rank=256", f"{MODEL}.lora_alpha=256")
+    for gib in range(20, 60):
+        config = load_config(RunConfig, [*ARGUMENTS, *adapters]).config
+        available = gib * GIB
+        changed, keys = choose_memory(config, SEVEN_BILLION, available_bytes=available)
+        if CACHE in keys:
+            (plan,) = plan_memory(changed, SEVEN_BILLION, available_bytes=available).values()
+            assert plan.cache >= 2 * SEVEN_BILLION.cache_numbers_per_token * (128 + 512)
 
 
 def test_short_updates_do_not_wait_for_copies() -> None:
