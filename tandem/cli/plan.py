@@ -179,10 +179,7 @@ def _plan(
     hf_config: Mapping[str, Any],
 ) -> Plan:
     config, data = loaded.config, loaded.config.data
-    paths: dict[str, str] = {}
-    if isinstance(config, RunConfig):
-        paths = {CRITIC: config.critic.model.path, REWARD_MODEL: config.reward_model.model.path}
-    found = {name: ModelSizes.of(read_local_config(path)) for name, path in paths.items() if path}
+    found = auxiliary_sizes(config)
     sizes = ModelSizes.of(hf_config)
     train = count(data, validation=False)
     val = count(data, validation=True) if data.val_files else RowCount(0, "")
@@ -203,6 +200,14 @@ def _plan(
     family = hf_config.get("model_type", NATIVE_FAMILIES[0])
     require_whole_layers(config, plan.placement, family=family)
     return plan
+
+
+def auxiliary_sizes(config: RunConfig | SftConfig) -> dict[str, ModelSizes | None]:
+    """Return the sizes of a critic and a reward model of their own; None if they are unknown."""
+    if isinstance(config, SftConfig):
+        return {}
+    paths = {CRITIC: config.critic.model.path, REWARD_MODEL: config.reward_model.model.path}
+    return {name: ModelSizes.of(read_local_config(path)) for name, path in paths.items() if path}
 
 
 def count(data: DataConfig | SftDataConfig, *, validation: bool) -> RowCount:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.cli.plan import describe_memory_keys, parse, take_option
+from tandem.cli.plan import auxiliary_sizes, describe_memory_keys, parse, take_option
 from tandem.config.check.device_rules import mcore_key
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Pool
+from tandem.config.derived.pools import Pool
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.plan.memory import GIB, plan_memory
@@ -22,7 +22,6 @@ from tandem.config.plan.memory_choice import choose_memory
 from tandem.config.plan.memory_remedy import require_cache, require_memory
 from tandem.config.plan.plan import Plan
 from tandem.config.schema.run import RunConfig
-from tandem.config.schema.sft import SftConfig
 from tandem.driver.model_checks import read_local_config
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
@@ -87,7 +86,8 @@ def _fitted(plan: Plan, available_bytes: int) -> Plan:
             "not plan its memory",
             remedy=f"Use --elsewhere instead of {MEMORY_OPTION}.",
         )
-    auxiliary = _auxiliary_sizes(config)
+    found = auxiliary_sizes(config)
+    auxiliary = {name: own for name, own in found.items() if own is not None}
     recomputes_parts = decoder_config(hf_config) is not None
     has_pages = recomputes_parts and all(map(_has_kernels, named))
     config, chosen = choose_memory(
@@ -135,12 +135,3 @@ def _has_own_memory(platform: str) -> bool:
 def _has_kernels(platform: str) -> bool:
     """Return whether a platform has tandem's kernels, as ``auto`` is planned to have."""
     return platform == AUTO or platform_named(platform).kernels == "triton"
-
-
-def _auxiliary_sizes(config: RunConfig | SftConfig) -> dict[str, ModelSizes]:
-    """Return the known sizes of a critic and a reward model that are other models."""
-    if isinstance(config, SftConfig):
-        return {}
-    paths = {CRITIC: config.critic.model.path, REWARD_MODEL: config.reward_model.model.path}
-    found = {name: ModelSizes.of(read_local_config(path)) for name, path in paths.items() if path}
-    return {name: sizes for name, sizes in found.items() if sizes is not None}
