@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tandem.cli.plan import auxiliary_sizes, describe_memory_keys, parse, take_option
 from tandem.config.check.device_rules import mcore_key
@@ -22,6 +23,7 @@ from tandem.config.plan.memory_choice import choose_memory
 from tandem.config.plan.memory_remedy import require_cache, require_memory
 from tandem.config.plan.plan import Plan
 from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.driver.model_checks import read_local_config
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
@@ -68,24 +70,7 @@ def _fitted(plan: Plan, available_bytes: int) -> Plan:
             f"{' and '.join(sorted(named))}",
             remedy=f"Use --elsewhere instead of {MEMORY_OPTION}.",
         )
-    model = trained_model(config)
-    hf_config = read_local_config(model.config.path)
-    sizes = ModelSizes.of(hf_config)
-    if not hf_config:
-        raise UserError(
-            model.key,
-            model.config.path,
-            rule=f"{MEMORY_OPTION} needs a folder with the model's config.json",
-            remedy="Name such a folder. The weights need not be there.",
-        )
-    if sizes is None:
-        raise UserError(
-            model.key,
-            model.config.path,
-            rule="its config.json has other names of sizes than the plan knows, so that a run does "
-            "not plan its memory",
-            remedy=f"Use --elsewhere instead of {MEMORY_OPTION}.",
-        )
+    hf_config, sizes = _read_model(config)
     found = auxiliary_sizes(config)
     auxiliary = {name: own for name, own in found.items() if own is not None}
     recomputes_parts = decoder_config(hf_config) is not None
@@ -118,6 +103,29 @@ def _fitted(plan: Plan, available_bytes: int) -> Plan:
             **describe_memory_keys(chosen),
         },
     )
+
+
+def _read_model(config: RunConfig | SftConfig) -> tuple[Mapping[str, Any], ModelSizes]:
+    """Return the config.json of the trained model, and the sizes in it."""
+    model = trained_model(config)
+    hf_config = read_local_config(model.config.path)
+    if not hf_config:
+        raise UserError(
+            model.key,
+            model.config.path,
+            rule=f"{MEMORY_OPTION} needs a folder with the model's config.json",
+            remedy="Name such a folder. The weights need not be there.",
+        )
+    sizes = ModelSizes.of(hf_config)
+    if sizes is None:
+        raise UserError(
+            model.key,
+            model.config.path,
+            rule="its config.json has other names of sizes than the plan knows, so that a run does "
+            "not plan its memory",
+            remedy=f"Use --elsewhere instead of {MEMORY_OPTION}.",
+        )
+    return hf_config, sizes
 
 
 def _platform(pool: Pool) -> str:

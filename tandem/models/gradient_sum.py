@@ -105,6 +105,7 @@ class _Inputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_NI: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TI, weight_NI)
         return x_TI.view_as(x_TI)
 

@@ -3,9 +3,9 @@
 offloading and the share of the device for generation.
 
 Only keys that the user has left alone are chosen, and only such as change no result but rounding.
-The share for generation is lowered only if the run would be refused otherwise.
 Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
-The memory of the device decides, not what is free of it, so that a run can be repeated.
+The share for generation is lowered only if the run would be refused otherwise. The memory of the
+device decides, not what is free of it, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def choose_memory(
     less: list[Mapping[str, Any]] = [{}]
     if has_own_kernels and any(own.total > available_bytes for own in unchanged.values()):
         less += _less_generation(config, sizes, available_bytes=available_bytes)
-    for candidate in (_with(candidate, own) for own in less for candidate in candidates):
-        changed = with_overrides(config, candidate.overrides)
+    for own_share, candidate in product(less, candidates):
+        overrides = {**candidate.overrides, **own_share}
+        changed = with_overrides(config, overrides)
         # Pools that these keys do not concern, such as one that only generates, are left out.
         concerned = {
             name: own
@@ -108,7 +109,7 @@ def choose_memory(
             if name == trainer or own != unchanged[name]
         }
         if all(own.total <= most for own in concerned.values()):
-            chosen = _changes(config, candidate.overrides)
+            chosen = _changes(config, overrides)
             return (changed if chosen else config), chosen
     return config, {}
 
@@ -142,10 +143,6 @@ def most_bytes(config: RunConfig | SftConfig, available_bytes: int) -> int:
     """Return the memory that a choice may plan."""
     share = SHARE if place(config).is_one_process else SHARE_OF_SEVERAL
     return int(share * available_bytes)
-
-
-def _with(candidate: _Candidate, overrides: Mapping[str, Any]) -> _Candidate:
-    return _Candidate({**candidate.overrides, **overrides}, candidate.cost)
 
 
 def _less_generation(
