@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from tandem.platforms.page_locked import page_locked_zeros
+
 _LARGEST_PIECE = 1 << 32
 _ALIGNMENT = 256
 """In bytes, of each tensor in a piece."""
@@ -21,20 +23,24 @@ _ALIGNMENT = 256
 class HostMemory:
     """Memory of the host for many tensors, in few pieces.
 
-    Pinned memory is copied several times faster, and torch rounds each allocation of it to a power
-    of two, which would take twice as much for most tensors. A file of such tensors has whole
-    pieces, which are therefore no larger than needed.
+    Page-locked memory is copied several times faster. Most platforms round each allocation of it to
+    a power of two, which would take twice as much for most tensors. A file of such tensors has
+    whole pieces, which are therefore no larger than needed.
     """
 
-    def __init__(self, sizes: Iterable[int], *, pinned: bool) -> None:
-        """Prepare memory for tensors of these bytes, of which nothing is allocated yet."""
-        self._pinned = pinned
+    def __init__(self, sizes: Iterable[int], *, device: torch.device) -> None:
+        """Prepare memory for tensors of these bytes, of which nothing is allocated yet.
+
+        Args:
+            device: the device that copies.
+        """
+        self._device_type = device.type
         self._piece_bytes = min(_LARGEST_PIECE, sum(_aligned(size) for size in sizes))
         self._pieces: list[Tensor] = []
         self._used: list[int] = []
 
-    def empty_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of the same shape on the host, in ``dtype`` if given."""
+    def zeros_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return zeros of the same shape on the host, in ``dtype`` if given."""
         dtype = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * dtype.itemsize
         piece, begin = self._reserve(_aligned(num_bytes))
@@ -47,7 +53,7 @@ class HostMemory:
                 self._used[index] += num_bytes
                 return index, used
         size = max(self._piece_bytes, num_bytes)
-        self._pieces.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        self._pieces.append(page_locked_zeros(size, device_type=self._device_type))
         self._used.append(num_bytes)
         return len(self._pieces) - 1, 0
 
@@ -65,10 +71,10 @@ class OffloadedParameters:
         self._parameters = list(parameters)
         self._device = self._parameters[0].device
         self._frozen = frozen
-        # The buffers on the host are kept: allocating pinned memory is slow.
+        # The buffers on the host are kept: allocating page-locked memory is slow.
         sizes = [part.nbytes for part in self._parameters]
-        memory = HostMemory(sizes, pinned=self._device.type != "cpu")
-        self._hosted = [memory.empty_like(part) for part in self._parameters]
+        memory = HostMemory(sizes, device=self._device)
+        self._hosted = [memory.zeros_like(part) for part in self._parameters]
         self._offload(slice(None), copies=True)
         self.wait()
 

@@ -86,10 +86,10 @@ def _moments_on_host(
     """Return zeros in host memory. The numbers of steps, which are scalars, are on ``device``."""
     dtype = optimizer.moments_dtype
     sizes = [dtype.itemsize * weight.numel() for weight in weights.values()]
-    memory = HostMemory([*sizes, *sizes], pinned=device.type != "cpu")
+    memory = HostMemory([*sizes, *sizes], device=device)
 
     def zeros() -> list[Tensor]:
-        return [memory.empty_like(weight, dtype).zero_() for weight in weights.values()]
+        return [memory.zeros_like(weight, dtype) for weight in weights.values()]
 
     steps = [torch.zeros((), device=device) for _ in weights]
     return {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": steps}

@@ -380,7 +380,9 @@ def read_slices(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> 
         stop = min(first + rows, source.start + source.rows)
         if start < stop:
             region = _region((start - source.start, *columns), (stop - start, *widths))
-            target[start - first : stop - first].copy_(tensor[region])
+            # The device casts. One copy for both would cast on the host, and copy more bytes.
+            values = tensor[region].to(target.device)
+            target[start - first : stop - first].copy_(values)
 
 
 def _region(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.data.packing import TrainSequence
 from tandem.engines import streaming
 from tandem.engines.adamw import AdamW, round_stochastically
-from tandem.engines.offload import OffloadedParameters
+from tandem.engines.offload import HostMemory, OffloadedParameters, wait_for
 from tandem.engines.streaming import StreamedStep
 from tandem.models.decoder import Granularity
+from tandem.platforms.page_locked import page_locked_zeros
 from tandem.types import PackedBatch
 from tests.fakes.scoring import score_batch
 from tests.gpu.machine import Machine, Shape, make_pair, open_ours
@@ -211,3 +213,37 @@ def test_offloaded_weights_leave_the_device(machine: Machine, tmp_path: Path) ->
         assert torch.accelerator.memory_allocated() <= before
         for parameter, expected in zip(model.module.parameters(), values, strict=True):
             assert torch.equal(parameter.cpu(), expected)
+
+
+def test_memory_of_the_host_is_page_locked(machine: Machine) -> None:
+    device = machine.device
+    memory = HostMemory([1 << 20], device=device)
+    hosted = memory.zeros_like(torch.empty(1 << 18))
+    assert not hosted.count_nonzero()
+    assert hosted.is_pinned() == (device.type != "cpu")
+    hosted.copy_(torch.full((1 << 18,), 3.0, device=device), non_blocking=True)
+    wait_for(device)
+    assert bool((hosted == 3).all())
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_device_computes_after_memory_is_returned_or_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    if machine.trial:
+        pytest.skip("a CPU registers no memory")
+    runtime: Any = torch.cuda.cudart()
+    register = runtime.cudaHostRegister
+
+    def register_twice(address: int, num_bytes: int, flags: int) -> object:
+        register(address, num_bytes, flags)
+        code = register(address, num_bytes, flags)
+        runtime.cudaHostUnregister(address)
+        return code
+
+    if refuses:
+        monkeypatch.setattr(runtime, "cudaHostRegister", register_twice)
+    kept = page_locked_zeros(1 << 22, device_type="cuda")
+    assert kept.is_pinned()
+    del kept
+    assert torch.ones(8, device="cuda").sum().item() == 8

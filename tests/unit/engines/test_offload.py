@@ -127,9 +127,10 @@ def test_parts_are_whole_weights_in_order() -> None:
 
 def test_host_memory_is_shared_by_many_tensors_without_overlap() -> None:
     given = [torch.randn(shape) for shape in ((30, 7), (), (1000,), (3, 5), (0, 4), (2000,))]
-    memory = HostMemory([tensor.nbytes for tensor in given], pinned=False)
-    taken = [memory.empty_like(tensor) for tensor in given]
-    half = memory.empty_like(given[0], torch.bfloat16)
+    memory = HostMemory([tensor.nbytes for tensor in given], device=torch.device("cpu"))
+    taken = [memory.zeros_like(tensor) for tensor in given]
+    half = memory.zeros_like(given[0], torch.bfloat16)
+    assert not any(copy.count_nonzero() for copy in (*taken, half))
     for copy, tensor in zip(taken, given, strict=True):
         copy.copy_(tensor)
     half.copy_(given[0])
