@@ -380,7 +380,7 @@ def read_slices(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> 
         stop = min(first + rows, source.start + source.rows)
         if start < stop:
             region = _region((start - source.start, *columns), (stop - start, *widths))
-            # The device casts. One copy for both would cast on the host, and copy more bytes.
+            # The device casts: a copy to another device and dtype would cast on the host.
             values = tensor[region].to(target.device)
             target[start - first : stop - first].copy_(values)
 

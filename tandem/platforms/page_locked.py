@@ -23,9 +23,10 @@ _MOST_THREADS = 16
 def page_locked_zeros(num_bytes: int, *, device_type: str) -> Tensor:
     """Return zeros in page-locked memory, or in ordinary memory for a CPU.
 
-    torch allocates page-locked memory at 2 GB/s on the host of an H200, and memory in huge pages
-    that threads have filled is locked at 20 GB/s. Memory of the first kind is reused when it is
-    freed, and the second is returned, so that it is meant for what lives as long as its owner.
+    torch allocates page-locked memory one small page after the other. For CUDA devices, several
+    threads fill huge pages, and the driver locks them, which is faster (benchmarks/DIARY.md). This
+    memory is returned to the system when the last tensor in it is freed, where torch keeps its own
+    for later allocations. It is meant for tensors that live as long as their owner.
 
     Args:
         device_type: torch's type of the devices that copy.
@@ -36,14 +37,23 @@ def page_locked_zeros(num_bytes: int, *, device_type: str) -> Tensor:
     if device_type == "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8)
     if device_type == CUDA.device_type and CUDA.is_available() and num_bytes:
-        memory = _Registered(num_bytes)
-        if memory.is_registered:
-            return torch.frombuffer(memory, dtype=torch.uint8)
+        zeros = _registered_zeros(num_bytes)
+        if zeros is not None:
+            return zeros
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
+def _registered_zeros(num_bytes: int) -> Tensor | None:
+    """Return zeros in memory that the driver locks; None if there is none or it refuses."""
+    try:
+        memory = _Registered(num_bytes)
+    except OSError:  # torch reports memory that is missing
+        return None
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory.is_registered else None
+
+
 class _Registered(mmap.mmap):
-    """Memory that a CUDA device knows as page-locked until it is freed. A forked child has none.
+    """Memory that the driver of CUDA devices locks until it is freed. Forked children have none.
 
     Attributes:
         is_registered: False if the driver refused.

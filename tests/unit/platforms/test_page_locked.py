@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tandem.platforms import page_locked
 from tandem.platforms.page_locked import page_locked_zeros
+from tandem.platforms.record import CUDA
 
 
 class Driver:
@@ -40,6 +42,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(page_locked, "_take_error", driver.errors.clear)
     monkeypatch.setattr(page_locked, "_CHUNK", 1000)
+    monkeypatch.setattr(page_locked, "CUDA", replace(CUDA, probe=lambda: ""))
     yield driver
 
 
@@ -50,12 +53,10 @@ def test_a_cpu_has_ordinary_memory() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 1000, 123_456])
 def test_memory_is_registered_while_a_tensor_uses_it(driver: Driver, num_bytes: int) -> None:
-    memory = page_locked._Registered(num_bytes)
-    assert memory.is_registered
-    zeros = torch.frombuffer(memory, dtype=torch.uint8)
-    del memory
+    zeros = page_locked_zeros(num_bytes, device_type="cuda")
     assert driver.registered == {zeros.data_ptr(): num_bytes}
-    assert len(zeros) == num_bytes and not zeros.count_nonzero()
+    assert len(zeros) == num_bytes and zeros.dtype == torch.uint8
+    assert not zeros.count_nonzero()
     part = zeros[:1].fill_(7)
     del zeros
     assert len(driver.registered) == 1 and part.item() == 7
@@ -69,3 +70,19 @@ def test_memory_that_the_driver_refuses_is_not_unregistered(driver: Driver) -> N
     assert not memory.is_registered and driver.errors == []
     del memory
     assert driver.registered == {}
+
+
+@pytest.mark.parametrize("problem", ["refused", "missing"])
+def test_torch_allocates_where_no_memory_is_registered(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    def missing(*arguments: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    driver.code = 801
+    if problem == "missing":
+        monkeypatch.setattr(page_locked, "_Registered", missing)
+    asked = []
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: asked.append((sizes, options)))
+    page_locked_zeros(4096, device_type="cuda")
+    assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True})]
