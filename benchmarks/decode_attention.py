@@ -5,10 +5,10 @@
     [--rows 256 512 1024] [--output FILE]
 
 Prints one JSON object and a table: microseconds a layer of captured steps, and the rate at which
-keys and values are read (those that samples of a prompt share counted for each). Workloads with
-drawn lengths have sequences of all ages, as they follow each other in asynchronous runs; in others
-all have half of their response. Layers read caches of their own, so that none stays in the cache of
-the device.
+keys and values are read (those that samples of a prompt share counted for each). "Shared" reads the
+pages of a prompt once for several of its samples. Workloads with drawn lengths have sequences of
+all ages, as they follow each other in asynchronous runs; in others all have half of their response.
+Layers read caches of their own, so that none stays in the cache of the device.
 """
 
 import argparse
@@ -24,7 +24,14 @@ from shapes import SHAPES, WORKLOADS, Shape, Workload
 from torch import Tensor
 
 from tandem.platforms.select import select_platform
-from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, PageDivision, RowState, RowTables
+from tandem.rollout.paged.cache import (
+    PAGE_TOKENS,
+    LayerCache,
+    PageDivision,
+    RowState,
+    RowTables,
+    Tiles,
+)
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 
 NUM_LAYERS = 4
@@ -61,7 +68,7 @@ def positions_of(workload: Workload, num_rows: int) -> list[int]:
     return [workload.prompt + age for age in sorted(ages, reverse=True)]
 
 
-def make_step(shape: Shape, workload: Workload, *, positions: list[int]) -> Step:
+def make_step(shape: Shape, workload: Workload, *, positions: list[int], shared: bool) -> Step:
     """Pages in random places; the full ones of a prompt are those of all its samples."""
     platform = select_platform("auto")
     device, num_rows = torch.device(platform.device_type), len(positions)
@@ -71,18 +78,21 @@ def make_step(shape: Shape, workload: Workload, *, positions: list[int]) -> Step
     table = torch.zeros(num_rows, max(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         first = row - row % workload.samples
-        shared = table[first, :num_shared].tolist() if row > first else []
-        own = list(itertools.islice(free, count - len(shared)))
-        table[row, :count] = torch.tensor(shared + own)
+        common = table[first, :num_shared].tolist() if row > first else []
+        own = list(itertools.islice(free, count - len(common)))
+        table[row, :count] = torch.tensor(common + own)
     size = (sum(counts), shape.kv_heads, PAGE_TOKENS, shape.head_dim)
     state = RowState.allocate(num_rows, torch.device("cpu"))
     state.numbers[:, RowState.POSITION] = torch.tensor(positions)
     state.numbers[:, RowState.ACTIVE] = 1
+    state.numbers[:, RowState.SHARED] = num_shared
     numbers = state.numbers.to(device)
     heads, kv_heads = shape.heads, shape.kv_heads
     programs = num_programs(
         shape.head_dim, kv_heads=kv_heads, num_multiprocessors=platform.num_multiprocessors()
     )
+
+    tiles = Tiles.allocate(num_rows, num_heads=heads, head_dim=shape.head_dim, device=device)
 
     def random_states(size: tuple[int, ...]) -> Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16)
@@ -96,18 +106,25 @@ def make_step(shape: Shape, workload: Workload, *, positions: list[int]) -> Step
             table.to(device),
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
+            numbers[:, RowState.SHARED],
             PageDivision.allocate(
-                num_rows, programs, num_heads=heads, head_dim=shape.head_dim, device=device
+                num_rows,
+                programs,
+                num_heads=heads,
+                kv_heads=kv_heads,
+                head_dim=shape.head_dim,
+                device=device,
             ),
+            tiles if shared else None,
         ),
     )
 
 
-def run(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
+def run(name: str, workload_name: str, *, num_rows: int, shared: bool) -> dict[str, object]:
     """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     positions = positions_of(workload, num_rows)
-    step = make_step(shape, workload, positions=positions)
+    step = make_step(shape, workload, positions=positions, shared=shared)
     replay = select_platform("auto").make_capturer()(step.run)
     layer_s = median_s(replay) / REPEATS / NUM_LAYERS
     read = sum(positions) * 2 * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
@@ -115,6 +132,7 @@ def run(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
         "model": name,
         "workload": workload_name,
         "rows": num_rows,
+        "shared": shared,
         "mean_context": sum(positions) / num_rows,
         "layer_us": layer_s * 1e6,
         "read_tb_per_s": read / layer_s / 1e12,
@@ -134,13 +152,13 @@ def main() -> None:
     if min(arguments.rows) < 1:
         parser.error(f"--rows {min(arguments.rows)}: needs 1 or more")
     rows = []
-    chosen = itertools.product(arguments.model, arguments.workload, arguments.rows)
-    for model, workload, num_rows in chosen:
-        row = run(model, workload, num_rows=num_rows)
+    chosen = itertools.product(arguments.model, arguments.workload, arguments.rows, (False, True))
+    for model, workload, num_rows, shared in chosen:
+        row = run(model, workload, num_rows=num_rows, shared=shared)
         rows.append(row)
         print(
-            f"{row['model']} {row['workload']}, {row['rows']} rows: {row['layer_us']:.1f} us a "
-            f"layer, {row['read_tb_per_s']:.2f} TB/s",
+            f"{row['model']} {row['workload']}, {row['rows']} rows{', shared' if shared else ''}: "
+            f"{row['layer_us']:.1f} us a layer, {row['read_tb_per_s']:.2f} TB/s",
             flush=True,
         )
     report = {"benchmark": "decode_attention", **describe(), "results": rows}

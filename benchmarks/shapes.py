@@ -276,6 +276,7 @@ WORKLOADS = {
     "C": Workload(64, 8, 256, 2048),
     "T": Workload(64, 8, 128, 2048, mean_response=512),
     "L": Workload(64, 16, 128, 4096, mean_response=512),
+    "P": Workload(8, 16, 8192, 512),
     "R8": Workload(32, 4, 512, 8192),
     "R32": Workload(16, 2, 512, 32768),
     "V": Workload(64, 8, 128 + 999 + 2, 512, picture=(1024, 768)),

@@ -62,6 +62,8 @@ class FsdpEngine:
         if settings.optimizer_offload and not settings.offload_policy:
             device = model.spec.device
             self._streamed = stream_steps(self._optimizer, device=device, hosts_moments=True)
+        if self._streamed is not None and total_training_steps > 0:
+            self._streamed.allocate(self._changed_weights())
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad
@@ -259,15 +261,17 @@ class FsdpEngine:
         weights, adam, streamed = self._model.weights(), self._optimizer.alone, self._streamed
         if adam is not None and streamed is not None:
             rate = self._optimizer.rate_of(adam, rate_factor=rate_factor)
-            is_changed = self._model.config.is_changed
-            changed = {name: part for name, part in weights.items() if is_changed(name)}
-            for _ in streamed.parts(changed, gradients, rate=rate):
+            for _ in streamed.parts(self._changed_weights(), gradients, rate=rate):
                 pass
         else:
             self._optimizer.step(weights, gradients, rate_factor=rate_factor)
             if self._model.spec.config.optimizer_offload:
                 self._optimizer.offload()
         self._model.share_embedding()
+
+    def _changed_weights(self) -> dict[str, Tensor]:
+        is_changed = self._model.config.is_changed
+        return {name: x for name, x in self._model.weights().items() if is_changed(name)}
 
     def _take_weights(self, folder: Path, slices: Sequence[HeldSlice]) -> None:
         """Copy this rank's part of the weights that one process wrote with transformers."""

@@ -8,6 +8,7 @@ that storage, because each offload replaces it. Copies are queued: ``wait`` befo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -21,7 +22,7 @@ _ALIGNMENT = 256
 
 
 class HostMemory:
-    """Memory of the host for many tensors, in few pieces.
+    """Memory of the host for many tensors, in few pieces, which a thread allocates.
 
     Page-locked memory is copied several times faster. Most platforms round each allocation of it to
     a power of two, which would take twice as much for most tensors. A file of such tensors has
@@ -29,33 +30,51 @@ class HostMemory:
     """
 
     def __init__(self, sizes: Iterable[int], *, device: torch.device) -> None:
-        """Prepare memory for tensors of these bytes, of which nothing is allocated yet.
+        """Begin to allocate memory for tensors of these bytes, in the order in which they come.
 
         Args:
             device: the device that copies.
         """
-        self._device_type = device.type
-        self._piece_bytes = min(_LARGEST_PIECE, sum(_aligned(size) for size in sizes))
-        self._pieces: list[Tensor] = []
+        self._device = device
+        self._allocator = ThreadPoolExecutor(1, thread_name_prefix="host_memory")
+        self._pieces: list[Future[Tensor]] = []
+        self._lengths: list[int] = []
         self._used: list[int] = []
+        aligned = [_aligned(size) for size in sizes]
+        self._piece_bytes = min(_LARGEST_PIECE, sum(aligned))
+        for size in aligned:
+            self._reserve(size)
+        self._used = [0] * len(self._pieces)  # the tensors will take the same places
 
     def zeros_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return zeros of the same shape on the host, in ``dtype`` if given."""
+        """Return zeros of the same shape on the host, in ``dtype`` if given. Wait for their memory.
+
+        Raises:
+            RuntimeError: the host has too little memory.
+        """
         dtype = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * dtype.itemsize
-        piece, begin = self._reserve(_aligned(num_bytes))
-        return self._pieces[piece][begin : begin + num_bytes].view(dtype).view(tensor.shape)
+        index, begin = self._reserve(_aligned(num_bytes))
+        piece = self._pieces[index].result()
+        return piece[begin : begin + num_bytes].view(dtype).view(tensor.shape)
 
     def _reserve(self, num_bytes: int) -> tuple[int, int]:
         """Return the first piece with room, and the offset there."""
-        for index, (piece, used) in enumerate(zip(self._pieces, self._used, strict=True)):
-            if used + num_bytes <= len(piece):
+        for index, (length, used) in enumerate(zip(self._lengths, self._used, strict=True)):
+            if used + num_bytes <= length:
                 self._used[index] += num_bytes
                 return index, used
-        size = max(self._piece_bytes, num_bytes)
-        self._pieces.append(page_locked_zeros(size, device_type=self._device_type))
+        length = max(self._piece_bytes, num_bytes)
+        self._pieces.append(self._allocator.submit(_allocate, length, self._device))
+        self._lengths.append(length)
         self._used.append(num_bytes)
         return len(self._pieces) - 1, 0
+
+
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device)  # a new thread begins with the first one
+    return page_locked_zeros(num_bytes, device_type=device.type)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -74,8 +93,10 @@ class OffloadedParameters:
         # The buffers on the host are kept: allocating page-locked memory is slow.
         sizes = [part.nbytes for part in self._parameters]
         memory = HostMemory(sizes, device=self._device)
-        self._hosted = [memory.zeros_like(part) for part in self._parameters]
-        self._offload(slice(None), copies=True)
+        self._hosted: list[Tensor] = []
+        for index, part in enumerate(self._parameters):
+            self._hosted.append(memory.zeros_like(part))
+            self._offload(slice(index, index + 1), copies=True)
         self.wait()
 
     @contextmanager

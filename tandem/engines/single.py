@@ -95,6 +95,8 @@ class SingleDeviceEngine:
                 offloaded=self._offloaded,
                 hosts_moments=offload_optimizer,
             )
+        if self._streamed is not None and total_training_steps > 0:
+            self._streamed.allocate(self._changed)
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad

@@ -80,21 +80,6 @@ class _Lanes:
         return stream
 
 
-def _moments_on_host(
-    optimizer: AdamW, weights: Mapping[str, Tensor], *, device: torch.device
-) -> Moments:
-    """Return zeros in host memory. The numbers of steps, which are scalars, are on ``device``."""
-    dtype = optimizer.moments_dtype
-    sizes = [dtype.itemsize * weight.numel() for weight in weights.values()]
-    memory = HostMemory([*sizes, *sizes], device=device)
-
-    def zeros() -> list[Tensor]:
-        return [memory.zeros_like(weight, dtype) for weight in weights.values()]
-
-    steps = [torch.zeros((), device=device) for _ in weights]
-    return {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": steps}
-
-
 class StreamedStep:
     """The steps of one optimizer over weights that may rest in host memory."""
 
@@ -106,7 +91,7 @@ class StreamedStep:
         offloaded: OffloadedParameters | None,
         hosts_moments: bool,
     ) -> None:
-        """Prepare steps. The first one allocates the moments.
+        """Prepare steps. The first one allocates the moments, unless ``allocate`` has begun it.
 
         Args:
             offloaded: the weights, if they rest in host memory.
@@ -117,9 +102,15 @@ class StreamedStep:
         self._offloaded = offloaded
         self._hosts_moments = hosts_moments
         self._hosted: Moments = {}
+        self._memory: HostMemory | None = None
         self._lanes = _Lanes(device)
         # A checkpoint is read to where the moments rest, too.
         optimizer.new_moments = self._new_moments
+
+    def allocate(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin to allocate the host's memory for the moments, while other work goes on."""
+        if self._hosts_moments:
+            self._memory = self._memory_for(weights)
 
     def parts(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
@@ -201,8 +192,19 @@ class StreamedStep:
         """Return the moments before the first step where they rest."""
         if not self._hosts_moments:
             return _moments_on(self._device, self._optimizer, weights=weights)
-        self._hosted = _moments_on_host(self._optimizer, weights, device=self._device)
+        memory, self._memory = self._memory or self._memory_for(weights), None
+        dtype = self._optimizer.moments_dtype
+        first, second = (
+            [memory.zeros_like(weight, dtype) for weight in weights.values()] for _ in range(2)
+        )
+        steps = [torch.zeros((), device=self._device) for _ in weights]
+        self._hosted = {"exp_avg": first, "exp_avg_sq": second, "step": steps}
         return self._hosted
+
+    def _memory_for(self, weights: Mapping[str, Tensor]) -> HostMemory:
+        dtype = self._optimizer.moments_dtype
+        sizes = [dtype.itemsize * weight.numel() for weight in weights.values()]
+        return HostMemory([*sizes, *sizes], device=self._device)
 
     def _prepare_moments(self, weights: Mapping[str, Tensor]) -> None:
         """Create moments; move those to the host that were read from a file of one device."""

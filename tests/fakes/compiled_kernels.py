@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,14 @@ from tandem.config.derived.experts import ExpertConfig
 from tandem.models.kernels.gather import Gather
 from tandem.models.kernels.operators import TRITON
 from tandem.models.quantized_operators import HeadLayout, Product
-from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, PageDivision, RowState, RowTables
+from tandem.rollout.paged.cache import (
+    PAGE_TOKENS,
+    LayerCache,
+    PageDivision,
+    RowState,
+    RowTables,
+    Tiles,
+)
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages
 from tandem.rollout.paged.kernels.sampling import KernelDraws
 from tandem.rollout.sampler import DrawRule
@@ -56,7 +64,8 @@ def compile_launch(
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         value, is_fixed = given[parameter.name], parameter.do_not_specialize
-        if parameter.is_constexpr or (type(value) is int and value == 1 and not is_fixed):
+        is_one = type(value) is int and value == 1 and not is_fixed
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name], constants[index,] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
@@ -121,18 +130,21 @@ def generate() -> None:
     KernelDraws()(bf16(2, 3000), torch.rand(2), rules=rules, forced={})
     state = RowState.allocate(2, torch.device("cpu"))
     state.numbers[:, RowState.ACTIVE] = 1
-    division = PageDivision.allocate(2, 3, num_heads=4, head_dim=128, device=torch.device("cpu"))
+    sizes = {"num_heads": 4, "kv_heads": 2, "head_dim": 128}
+    division = PageDivision.allocate(2, 3, **sizes, device=torch.device("cpu"))
     rows = RowTables(
         torch.zeros(2, 1, dtype=torch.int32),
         state.numbers[:, RowState.POSITION],
         state.numbers[:, RowState.ACTIVE],
+        state.numbers[:, RowState.SHARED],
         division,
     )
     cache = LayerCache(*(bf16(3, 2, PAGE_TOKENS, 128) for _ in range(2)))
-    divide_pages(rows)
-    decode_attention(
-        bf16(2, 4, 128), bf16(2, 2, 128), v_BKE=bf16(2, 2, 128), cache=cache, rows=rows
-    )
+    q_BHE, k_BKE, v_BKE = bf16(2, 4, 128), bf16(2, 2, 128), bf16(2, 2, 128)
+    tiles = Tiles.allocate(2, num_heads=4, head_dim=128, device=torch.device("cpu"))
+    for some in (rows, replace(rows, tiles=tiles)):
+        divide_pages(some)
+        decode_attention(q_BHE, k_BKE, v_BKE=v_BKE, cache=cache, rows=some)
 
 
 @torch.inference_mode()

@@ -25,6 +25,9 @@ from tandem.rollout.settings import CacheShape
 PAGE_TOKENS = CACHE_PAGE_TOKENS
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """The head dimensions that have attention kernels."""
+_SPLIT_ROWS = 1024
+"""For how many rows ``Tiles`` have room, if a row counts once for each part of its pages."""
+_MOST_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,14 @@ class PageStore:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """The device's state of each row: ``numbers`` is int64 (R, 10), ``settings`` fp32 (R, 2).
+    """The device's state of each row: ``numbers`` is int64 (R, 11), ``settings`` fp32 (R, 2).
 
     Fields of ``numbers``: the token to be fed next and its index in the sequence, how many tokens
     may still be drawn, whether the row runs, how many tokens this window has drawn, whether an end
     token ends it, top-k, the key of its random stream, how many numbers of that stream earlier
-    windows used, and what the pictures of the prompt add to an index to make a position (0 without
-    pictures). Fields of ``settings``: temperature (0 is greedy) and top-p.
+    windows used, what the pictures of the prompt add to an index to make a position (0 without
+    pictures), and how many pages it may share with the other samples of its prompt. Fields of
+    ``settings``: temperature (0 is greedy) and top-p.
     """
 
     numbers: Tensor
@@ -105,7 +109,8 @@ class RowState:
     STREAM_KEY: ClassVar[int] = 7
     NUM_DRAWN: ClassVar[int] = 8
     SHIFT: ClassVar[int] = 9
-    NUM_FIELDS: ClassVar[int] = 10
+    SHARED: ClassVar[int] = 10
+    NUM_FIELDS: ClassVar[int] = 11
 
     @classmethod
     def allocate(cls, num_rows: int, device: torch.device) -> RowState:
@@ -170,6 +175,7 @@ class PageDivision:
 
     Attributes:
         page_tokens: tokens of a page.
+        group: query heads of a key/value head.
         end_B: int32, the end of each row's pages in the list.
         begin_S: int32, the start of each program in the list, and the end of the last one. Unused
             programs start at the end of the list.
@@ -179,6 +185,7 @@ class PageDivision:
     """
 
     page_tokens: int
+    group: int
     end_B: Tensor
     begin_S: Tensor
     row_S: Tensor
@@ -192,6 +199,7 @@ class PageDivision:
         num_programs: int,
         *,
         num_heads: int,
+        kv_heads: int,
         head_dim: int,
         device: torch.device,
         page_tokens: int = PAGE_TOKENS,
@@ -199,6 +207,7 @@ class PageDivision:
         """Allocate a division, which ``kernels.attention.divide_pages`` fills."""
         return cls(
             page_tokens,
+            num_heads // kv_heads,
             torch.empty(num_rows, dtype=torch.int32, device=device),
             torch.empty(num_programs + 1, dtype=torch.int32, device=device),
             torch.empty(num_programs, dtype=torch.int32, device=device),
@@ -212,16 +221,55 @@ class PageDivision:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Adjacent rows that have pages in common, which are read once for each tile of rows.
+
+    Attributes:
+        num_pages_B: int32, how many pages of each row, its first ones, its tile reads.
+        row_B: int32, the first row of each tile.
+        counts_2: int32, the number of tiles, and into how many parts the pages of each are split.
+        part_QHE, stats_QH2: fp32 partial results of each part and row, one part after the other.
+    """
+
+    num_pages_B: Tensor
+    row_B: Tensor
+    counts_2: Tensor
+    part_QHE: Tensor
+    stats_QH2: Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_rows: int, *, num_heads: int, head_dim: int, device: torch.device
+    ) -> Tiles:
+        """Allocate tiles, which ``kernels.tiles.make_tiles`` fills."""
+        num_parts = max(_SPLIT_ROWS, num_rows)
+        return cls(
+            torch.empty(num_rows, dtype=torch.int32, device=device),
+            torch.empty(num_rows, dtype=torch.int32, device=device),
+            torch.empty(2, dtype=torch.int32, device=device),
+            torch.empty((num_parts, num_heads, head_dim), device=device),
+            torch.empty((num_parts, num_heads, 2), device=device),
+        )
+
+    def most_splits(self, num_rows: int) -> int:
+        """Return into how many parts the pages of a tile may be split, for ``num_rows`` rows."""
+        return max(1, min(_MOST_SPLITS, len(self.part_QHE) // num_rows))
+
+
+@dataclass(frozen=True, slots=True)
 class RowTables:
     """The inputs of a decode step's attention that describe its B rows.
 
     Attributes:
         table_BN: int32, the pages of each row in order.
-        position_B, active_B: int64 fields of ``RowState.numbers``.
+        position_B, active_B, shared_B: int64 fields of ``RowState.numbers``.
         division: the division of these rows' pages among programs.
+        tiles: the tiles of rows that read common pages once; None if each row reads all its pages.
     """
 
     table_BN: Tensor
     position_B: Tensor
     active_B: Tensor
+    shared_B: Tensor
     division: PageDivision
+    tiles: Tiles | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 import torch
@@ -32,10 +32,11 @@ from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.lock_step import LockStep
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
+from tandem.rollout.paged.kernels.tiles import MOST_GROUP
 from tandem.rollout.paged.prefill import PrefillAttention
 from tandem.rollout.paged.rounds import Round, Rounds
 from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running
-from tandem.rollout.paged.step import DecodeStep, batch_sizes
+from tandem.rollout.paged.step import DecodeStep, Variant, batch_sizes
 from tandem.rollout.recording import recorder_of, routes_like
 from tandem.rollout.resting import Resting
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
@@ -43,6 +44,10 @@ from tandem.types import Completion, GenerationRequest
 
 WINDOW_TOKENS = 8
 """Steps between two reads by the host."""
+LEAST_SHARED_BYTES = 192 << 20
+"""How much less a layer must read, in bytes, for the pages of a prompt to be read once for several
+of its samples. This adds an operation to each layer (benchmarks/DIARY.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class PagedRolloutEngine(Resting):
         quantized: QuantizedDecoder | None = None,
         lock_step: LockStep | None = None,
         page_tokens: int = PAGE_TOKENS,
+        least_shared_bytes: int = LEAST_SHARED_BYTES,
     ) -> None:
         """Build the engine. The first ``advance`` allocates its memory.
 
@@ -109,6 +115,7 @@ class PagedRolloutEngine(Resting):
             quantized: computes in place of ``decoder``, whose weights it reads.
             lock_step: lets processes that divide the experts of ``decoder`` compute together.
             page_tokens: tokens of a page of the cache.
+            least_shared_bytes: see ``LEAST_SHARED_BYTES``.
         """
         self._decoder = decoder
         self._quantized = quantized
@@ -125,6 +132,7 @@ class PagedRolloutEngine(Resting):
         self._shape = CacheShape.of(decoder)
         self._device = self._shape.device
         self._page_tokens = page_tokens
+        self._least_shared_bytes = least_shared_bytes
         max_pages = config.max_cache_bytes // (self._shape.bytes_per_token * page_tokens)
         self._scheduler = PagedScheduler(
             config.limits,
@@ -260,9 +268,10 @@ class PagedRolloutEngine(Resting):
         store, step = self._memory()
         filtered = any(map(_is_filtered, rows))
         own = Round(len(outdated) + bool(entries), num_steps, len(rows), filtered)
-        common = self._begin_round(own, step)
+        shared = self._shares_pages(rows)
+        common = self._begin_round(own, step, shared=shared)
         self._arrange(step, rows, num_kept=len(kept) if last is not None else 0)
-        replay = step.prepare(len(rows), store, size=common.num_rows, filtered=common.filtered)
+        replay = step.prepare(len(rows), store, variant=_variant(common, shared=shared))
         self._draw_uniforms(step, len(rows))
         for again in outdated:
             self._fill(again, store)
@@ -277,7 +286,18 @@ class PagedRolloutEngine(Resting):
         launched += [min(common.num_steps + 1, row.num_remaining) for row in new]
         return self._read(step, rows, launched=launched)
 
-    def _begin_round(self, own: Round, step: DecodeStep) -> Round:
+    def _shares_pages(self, rows: Sequence[Running]) -> bool:
+        """Return whether adjacent rows have enough pages of their prompt in common."""
+        config = self._decoder.config
+        if config.num_heads > config.num_kv_heads * MOST_GROUP:
+            return False
+        pages = sum(
+            row.num_shared_pages for before, row in pairwise(rows) if row.holders is before.holders
+        )
+        layer_bytes = self._shape.bytes_per_token * self._page_tokens // self._shape.num_layers
+        return pages > 0 and pages * layer_bytes >= self._least_shared_bytes
+
+    def _begin_round(self, own: Round, step: DecodeStep, *, shared: bool) -> Round:
         """Return what all processes that divide experts do, for a number of rows that is captured.
 
         All of them capture the step again if one of them has to.
@@ -287,11 +307,11 @@ class PagedRolloutEngine(Resting):
             return replace(own, num_rows=size)
 
         def is_captured(common: Round) -> bool:
-            return step.is_captured(common.num_rows, filtered=common.filtered)
+            return step.is_captured(_variant(common, shared=shared))
 
         common, captures = self._rounds.begin(own, is_captured=is_captured)
         if captures:
-            step.forget(common.num_rows, filtered=common.filtered)
+            step.forget(_variant(common, shared=shared))
         return common
 
     def _fits(self) -> bool:
@@ -482,7 +502,12 @@ def _numbers(row: Running) -> tuple[int, ...]:
     newest = row.token_ids[-1] if row.token_ids else 0
     ignore_eos, top_k = int(row.sampling.ignore_eos), max(0, row.sampling.top_k)
     index, drawn, shift = row.num_tokens - 1, len(row.token_ids), total_shift(row.pictures)
-    return (newest, index, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn, shift)
+    shared = row.num_shared_pages
+    return (newest, index, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn, shift, shared)
+
+
+def _variant(common: Round, *, shared: bool) -> Variant:
+    return Variant(common.num_rows, common.filtered, shared)
 
 
 def _is_filtered(row: Running) -> bool:

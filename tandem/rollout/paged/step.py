@@ -25,6 +25,7 @@ from tandem.rollout.paged.cache import (
     PageStore,
     RowState,
     RowTables,
+    Tiles,
     Window,
 )
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
@@ -39,6 +40,21 @@ def batch_sizes(max_rows: int) -> list[int]:
         size = sizes[-1]
         sizes.append(size + max(8, 1 << max(0, size.bit_length() - 4)))
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A choice of the operations of a step.
+
+    Attributes:
+        num_rows: the number of rows, one of ``batch_sizes``.
+        filtered: whether a row may have top-k or top-p.
+        shared: whether pages that adjacent rows have in common are read once for several of them.
+    """
+
+    num_rows: int
+    filtered: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +148,7 @@ class DecodeStep:
         max_rows = len(table_RN)
         device = decoder.lm_head_weight.device
         self._capture = capturer
-        self._replays: dict[tuple[int, bool], Replay] = {}
+        self._replays: dict[Variant, Replay] = {}
         self.state = RowState.allocate(max_rows, device)
         self.window = window
         self.table_RN = table_RN
@@ -149,33 +165,33 @@ class DecodeStep:
             max_rows,
             programs,
             num_heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
             page_tokens=page_tokens,
         )
+        self._tiles = Tiles.allocate(
+            max_rows, num_heads=config.num_heads, head_dim=config.head_dim, device=device
+        )
 
-    def is_captured(self, size: int, *, filtered: bool) -> bool:
-        """Return whether the step has been captured for ``size`` rows."""
-        return (size, filtered) in self._replays
+    def is_captured(self, variant: Variant) -> bool:
+        """Return whether a variant of the step has been captured."""
+        return variant in self._replays
 
-    def forget(self, size: int, *, filtered: bool) -> None:
+    def forget(self, variant: Variant) -> None:
         """Let the next use of the step capture it again."""
-        self._replays.pop((size, filtered), None)
+        self._replays.pop(variant, None)
 
-    def prepare(self, num_rows: int, store: PageStore, *, size: int, filtered: bool) -> Replay:
-        """Return the step for ``size`` rows. Those behind the first ``num_rows`` become inactive.
-
-        Args:
-            size: one of ``batch_sizes``.
-        """
-        self.state.numbers[num_rows:size] = 0
-        replay = self._replays.get((size, filtered))
+    def prepare(self, num_rows: int, store: PageStore, *, variant: Variant) -> Replay:
+        """Return a variant of the step. Rows behind the first ``num_rows`` become inactive."""
+        self.state.numbers[num_rows : variant.num_rows] = 0
+        replay = self._replays.get(variant)
         if replay is None:
-            buffers, tables = self._buffers, self._tables(size)
+            buffers, tables, filtered = self._buffers, self._tables(variant), variant.filtered
             numbers = self.state.numbers.clone()
             self.state.numbers.zero_()  # capturing may run the step, which must change nothing
             replay = self._capture(lambda: buffers.run(store, tables, filtered=filtered))
-            self._replays[size, filtered] = replay
+            self._replays[variant] = replay
             self.state.numbers.copy_(numbers)
         return replay
 
@@ -183,11 +199,14 @@ class DecodeStep:
         """Return logits (B, V), fp32."""
         return self._buffers.logits(h_BD)
 
-    def _tables(self, size: int) -> RowTables:
+    def _tables(self, variant: Variant) -> RowTables:
+        size = variant.num_rows
         numbers = self.state.numbers[:size]
         return RowTables(
             self.table_RN[:size],
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
+            numbers[:, RowState.SHARED],
             self._division.rows(slice(size)),
+            self._tiles if variant.shared else None,
         )

@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.config.schema.optim import OptimConfig
-from tandem.engines import streaming
+from tandem.engines import offload, streaming
 from tandem.engines.offload import HostMemory, OffloadedParameters
 from tandem.engines.sharded_checkpoint import save_sharded
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
+from tandem.platforms.page_locked import page_locked_zeros
 from tandem.types import PackedBatch
 from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
 
@@ -28,7 +31,7 @@ def _model(folder: Path) -> LanguageModel:
 
 
 def _engine(
-    folder: Path, *, offload: bool, optim: OptimConfig = OPTIM
+    folder: Path, *, offload: bool, optim: OptimConfig = OPTIM, total_training_steps: int = 10
 ) -> tuple[SingleDeviceEngine, LanguageModel, LanguageModel]:
     """Return an engine, the fp32 model that it keeps, and the model that it computes with."""
     kept = _model(folder)
@@ -36,7 +39,7 @@ def _engine(
     engine = SingleDeviceEngine(
         kept,
         optim,
-        total_training_steps=10,
+        total_training_steps=total_training_steps,
         compute=computed,
         offload_weights=offload,
         offload_optimizer=offload,
@@ -139,6 +142,61 @@ def test_host_memory_is_shared_by_many_tensors_without_overlap() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in taken}) == 1
     whole = taken[0].untyped_storage().nbytes()  # a file of them is no larger
     assert whole <= sum(tensor.nbytes + 256 for tensor in given)
+
+
+def test_memory_is_allocated_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three pieces, by one thread, in the order of the tensors."""
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+    may_go_on = threading.Event()
+
+    def allocate(num_bytes: int, *, device_type: str) -> Tensor:
+        begun.put(num_bytes)
+        assert may_go_on.wait(60) and device_type == "cpu"
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(offload, "page_locked_zeros", allocate)
+    monkeypatch.setattr(offload, "_LARGEST_PIECE", 512)
+    memory = HostMemory([512, 1000, 256, 256], device=torch.device("cpu"))
+    assert begun.get(timeout=60) == 512 and begun.empty()
+    may_go_on.set()
+    sizes = [512, 1000, 256, 256]
+    taken = [memory.zeros_like(torch.empty(size, dtype=torch.uint8)) for size in sizes]
+    assert [begun.get(timeout=60) for _ in range(2)] == [1024, 512] and begun.empty()
+    assert [len(tensor) for tensor in taken] == sizes
+    assert taken[2].untyped_storage().data_ptr() == taken[3].untyped_storage().data_ptr()
+
+
+def test_missing_memory_is_an_error_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int, *, device_type: str) -> Tensor:
+        raise RuntimeError(f"no {num_bytes} bytes for {device_type}")
+
+    monkeypatch.setattr(offload, "page_locked_zeros", refuse)
+    memory = HostMemory([512], device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no 512 bytes for cpu"):
+        memory.zeros_like(torch.empty(512, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("total_training_steps", [0, 5])
+def test_moments_get_their_memory_before_the_first_step(
+    tiny_policy_folder: Path, monkeypatch: pytest.MonkeyPatch, total_training_steps: int
+) -> None:
+    """And the step takes this memory. A run without steps has none."""
+    allocations: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def allocate(num_bytes: int, *, device_type: str) -> Tensor:
+        allocations.put(num_bytes)
+        return page_locked_zeros(num_bytes, device_type=device_type)
+
+    monkeypatch.setattr(offload, "page_locked_zeros", allocate)
+    engine, kept, _ = _engine(
+        tiny_policy_folder, offload=True, total_training_steps=total_training_steps
+    )
+    weights = allocations.get(timeout=60)
+    assert weights >= sum(parameter.nbytes for parameter in kept.module.parameters())
+    if total_training_steps:
+        assert allocations.get(timeout=60) == 2 * weights
+        _step(engine)
+    assert allocations.empty()
 
 
 def test_checkpoints_are_taken_and_read_offloaded(tiny_policy_folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 The pages of all rows form one list, divided evenly among as many programs as run concurrently
 (stream-K, arXiv:2301.03598; LeanAttention, arXiv:2405.10480): rows of all lengths keep the device
 busy to the end. Rows that several programs read are merged from parts. The list is divided once per
-step. Rows that are not active store nothing and read no page. Softmax and sums are fp32.
+step. Rows that are not active store nothing and read no page. Softmax and sums are fp32. Pages that
+tiles of rows have read (``tiles.py``) are not in the list.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, E head dimension, P tokens of a page, N
 pages of a block table, S programs of a key/value head.
@@ -18,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.rollout.paged.cache import LayerCache, RowTables
+from tandem.rollout.paged.cache import LayerCache, RowTables, Tiles
+from tandem.rollout.paged.kernels.parts import add_page, add_parts, store_part
+from tandem.rollout.paged.kernels.tiles import attend_tiles, make_tiles
 
 _MIN_DOT_ROWS = 16
 _MERGED_PARTS = 8
@@ -32,12 +35,15 @@ def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> i
 
 
 def divide_pages(rows: RowTables) -> None:
-    """Fill ``rows.division`` for the current positions of the rows."""
-    division, num_rows = rows.division, len(rows.position_B)
+    """Fill ``rows.division`` and ``rows.tiles`` for the current positions of the rows."""
+    division, num_rows, tiles = rows.division, len(rows.position_B), rows.tiles
     programs = len(division.row_S)
+    if tiles is not None:
+        make_tiles(rows, tiles, group=division.group, num_programs=programs)
     _divide[(1,)](
         rows.position_B,
         rows.active_B,
+        None if tiles is None else tiles.num_pages_B,
         division.end_B,
         division.begin_S,
         division.row_S,
@@ -64,6 +70,9 @@ def decode_attention(
     division = rows.division
     programs = len(division.row_S)
     o_BHE = torch.empty((num_rows, num_heads, head_dim), dtype=q_BHE.dtype, device=q_BHE.device)
+    tiles = rows.tiles
+    if tiles is not None:
+        attend_tiles(q_BHE, cache, rows=rows, tiles=tiles, num_programs=programs)
     _attend[(programs, kv_heads)](
         q_BHE,
         k_BKE,
@@ -79,6 +88,8 @@ def decode_attention(
         o_BHE,
         division.part_S2HE,
         division.stats_S2H2,
+        *_found_by(tiles),
+        num_rows * num_heads,
         q_BHE.stride(0),
         k_BKE.stride(0),
         v_BKE.stride(0),
@@ -111,6 +122,12 @@ def decode_attention(
     return o_BHE
 
 
+def _found_by(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
+    if tiles is None:
+        return (None,) * 4
+    return tiles.num_pages_B, tiles.counts_2, tiles.part_QHE, tiles.stats_QH2
+
+
 @triton.jit
 def _position(position_ptr, active_ptr, offset, mask):
     """Load positions, -1 for a row that is not active."""
@@ -123,6 +140,7 @@ def _position(position_ptr, active_ptr, offset, mask):
 def _divide(
     position_ptr,
     active_ptr,
+    num_tiled_ptr,
     end_ptr,
     begin_ptr,
     row_ptr,
@@ -136,8 +154,11 @@ def _divide(
     row = tl.arange(0, ROWS)
     valid = row < num_rows
     position = _position(position_ptr, active_ptr, row * state_stride, valid)
+    num_pages = tl.cdiv(position, PAGE)
+    if num_tiled_ptr is not None:
+        num_pages -= tl.load(num_tiled_ptr + row, mask=valid, other=0)
     # A row without pages counts as one page, because a program must compute its new token.
-    pages = tl.where(valid, tl.maximum(tl.cdiv(position, PAGE), 1), 0).to(tl.int64)
+    pages = tl.where(valid, tl.maximum(num_pages, 1), 0).to(tl.int64)
     end = tl.cumsum(pages, 0)
     total = tl.sum(pages, 0)
     tl.store(end_ptr + row, end.to(tl.int32), mask=valid)
@@ -152,34 +173,26 @@ def _divide(
 
 
 @triton.jit
-def _store_part(part_ptr, stats_ptr, part_G, top_G, weight_G, weighted_GE, valid_G):
-    e = tl.arange(0, weighted_GE.shape[1])
-    offset_GE = part_G[:, None] * weighted_GE.shape[1] + e[None, :]
-    tl.store(part_ptr + offset_GE, weighted_GE, mask=valid_G[:, None])
-    tl.store(stats_ptr + part_G * 2, top_G, mask=valid_G)
-    tl.store(stats_ptr + part_G * 2 + 1, weight_G, mask=valid_G)
-
-
-@triton.jit
 def _start(q, k_new, v_new, is_first, scale):
     """Return the largest score, the sum of weights and the weighted sum of values of a part that
     has the new token or, if it is not the first one, nothing.
     """
     own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
     top = tl.where(is_first, own, -1e30)
-    total_weight = tl.where(is_first, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
-    return top, total_weight, total_weight[:, None] * v_new.to(tl.float32)[None, :]
+    total = tl.where(is_first, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
+    return top, total, total[:, None] * v_new.to(tl.float32)[None, :]
 
 
 @triton.jit
-def _add_page(scores, v, top, total_weight, weighted, PRECISION: tl.constexpr):
-    """Add the values of a page to the three numbers of ``_start``."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp(scores - new_top[:, None])
-    decay = tl.exp(top - new_top)
-    update = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-    weighted = weighted * decay[:, None] + update
-    return new_top, total_weight * decay + tl.sum(weights, 1), weighted
+def _store(
+    k_new, v_new, keys_ptr, values_ptr, pages_ptr, position, head, KV_HEADS, PAGE: tl.constexpr
+):
+    """Store the new token of a row in its last page."""
+    e = tl.arange(0, k_new.shape[0])
+    page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
+    slot = ((page * KV_HEADS + head) * PAGE + position % PAGE) * k_new.shape[0] + e
+    tl.store(keys_ptr + slot, k_new)
+    tl.store(values_ptr + slot, v_new)
 
 
 @triton.jit
@@ -198,6 +211,11 @@ def _attend(
     out_ptr,
     part_ptr,
     stats_ptr,
+    num_tiled_ptr,
+    tile_counts_ptr,
+    found_ptr,
+    found_stats_ptr,
+    part_stride,
     q_stride,
     k_stride,
     v_stride,
@@ -234,12 +252,17 @@ def _attend(
         k_new = tl.load(k_ptr + row.to(tl.int64) * k_stride + head * HEAD_DIM + e)
         v_new = tl.load(v_ptr + row.to(tl.int64) * v_stride + head * HEAD_DIM + e)
         is_first = here == row_begin
-        top, total_weight, weighted = _start(q, k_new, v_new, is_first, scale)
+        top, total, weighted = _start(q, k_new, v_new, is_first, scale)
         if is_first & (position >= 0):
-            page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
-            slot = ((page * KV_HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + e
-            tl.store(keys_ptr + slot, k_new)
-            tl.store(values_ptr + slot, v_new)
+            _store(k_new, v_new, keys_ptr, values_ptr, pages_ptr, position, head, KV_HEADS, PAGE)
+        if num_tiled_ptr is not None:
+            num_tiled = tl.load(num_tiled_ptr + row)
+            row_begin -= num_tiled
+            place = row * (KV_HEADS * GROUP) + head_g
+            parts = tl.where(is_first & (num_tiled > 0), tl.load(tile_counts_ptr + 1), 0)
+            top, total, weighted = add_parts(
+                top, total, weighted, found_ptr, found_stats_ptr, place, parts, part_stride, valid_g
+            )
 
         num_pages = tl.cdiv(position, PAGE)
         for index in range(here - row_begin, tl.minimum(here_end - row_begin, num_pages)):
@@ -251,17 +274,15 @@ def _attend(
             v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(inside[None, :], scores, -1e30)
-            top, total_weight, weighted = _add_page(
-                scores, v, top, total_weight, weighted, PRECISION
-            )
+            top, total, weighted = add_page(scores, v, top, total, weighted, PRECISION)
 
         if is_first & (here_end == row_end):
-            o = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)
+            o = (weighted / total[:, None]).to(out_ptr.dtype.element_ty)
             heads_ptr = out_ptr + row.to(tl.int64) * KV_HEADS * GROUP * HEAD_DIM
             tl.store(heads_ptr + head_g[:, None] * HEAD_DIM + e[None, :], o, mask=valid_g[:, None])
         else:
             part = (program * 2 + is_first.to(tl.int32)) * (KV_HEADS * GROUP) + head_g
-            _store_part(part_ptr, stats_ptr, part, top, total_weight, weighted, valid_g)
+            store_part(part_ptr, stats_ptr, part, top, total, weighted, valid_g)
         here = here_end
         row += 1
 

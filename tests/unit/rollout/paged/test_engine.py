@@ -22,8 +22,10 @@ from tandem.models.decoder import Decoder
 from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.capture import eager
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
-from tandem.rollout.paged.cache import PAGE_TOKENS
-from tandem.rollout.paged.engine import PagedRolloutEngine
+from tandem.rollout.paged import step
+from tandem.rollout.paged.cache import PAGE_TOKENS, RowTables
+from tandem.rollout.paged.engine import LEAST_SHARED_BYTES, PagedRolloutEngine
+from tandem.rollout.paged.kernels.attention import divide_pages
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
 from tests.fakes.draining import drain_by_sample
 from tests.fakes.tiny_decoder import tiny_decoder
@@ -67,9 +69,14 @@ def _generate(
     config: NativeRolloutConfig = CONFIG,
     *,
     num_multiprocessors: int = 1,
+    least_shared_bytes: int = LEAST_SHARED_BYTES,
 ) -> dict[int, Completion]:
     engine = PagedRolloutEngine(
-        decoder, config, make_capturer=eager, num_multiprocessors=num_multiprocessors
+        decoder,
+        config,
+        make_capturer=eager,
+        num_multiprocessors=num_multiprocessors,
+        least_shared_bytes=least_shared_bytes,
     )
     engine.add(requests)
     return drain_by_sample(engine)
@@ -136,6 +143,30 @@ def test_prompts_and_responses_across_page_borders(decoder: Decoder) -> None:
     ]
     actual = _generate(decoder, requests, num_multiprocessors=8)
     _assert_same(actual, _expected(decoder, requests))
+
+
+@pytest.mark.parametrize("is_worth_it", [True, False])
+def test_pages_of_a_prompt_are_read_once_for_its_samples_where_that_is_worth_it(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_worth_it: bool
+) -> None:
+    """Two full pages for three samples, of which two layers read four less; responses of all
+    lengths, beside a prompt without a full page, and a sample that enters late."""
+    sampling = replace(SAMPLED, max_new_tokens=12)
+    requests = [
+        _request(0, n=3, length=2 * PAGE_TOKENS + 3, sampling=sampling),
+        _request(10, n=2, sampling=sampling),
+    ]
+    tiled: list[bool] = []
+
+    def divide(rows: RowTables) -> None:
+        divide_pages(rows)
+        tiled.append(rows.tiles is not None and rows.tiles.num_pages_B.tolist()[:3] == [2, 2, 2])
+
+    monkeypatch.setattr(step, "divide_pages", divide)
+    least = 4 * PAGE_BYTES // 2 + (0 if is_worth_it else 1)
+    actual = _generate(decoder, requests, least_shared_bytes=least)
+    _assert_same(actual, _expected(decoder, requests))
+    assert any(tiled) == is_worth_it and not all(tiled)
 
 
 def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> None:

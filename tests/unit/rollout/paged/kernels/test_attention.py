@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,14 +11,22 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, PageDivision, RowState, RowTables
+from tandem.rollout.paged.cache import (
+    PAGE_TOKENS,
+    LayerCache,
+    PageDivision,
+    RowState,
+    RowTables,
+    Tiles,
+)
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
+from tandem.rollout.paged.kernels.tiles import MOST_GROUP
 
 UNUSED = float("nan")
 """What stands where nobody may read."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """One step: what enters, what the pages hold, and what each row knows."""
 
@@ -57,7 +65,12 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
     q_BHE, k_BKE, v_BKE = qkv.split((heads, kv_heads, kv_heads), 1)
     numbers = state.numbers.to(device)
     division = PageDivision.allocate(
-        num_rows, sizes.programs, num_heads=heads, head_dim=sizes.head_dim, device=device
+        num_rows,
+        sizes.programs,
+        num_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=sizes.head_dim,
+        device=device,
     )
     division.part_S2HE.fill_(UNUSED)
     division.stats_S2H2.fill_(UNUSED)
@@ -65,6 +78,7 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
         table.to(device, torch.int32),
         numbers[:, RowState.POSITION],
         numbers[:, RowState.ACTIVE],
+        numbers[:, RowState.SHARED],
         division,
     )
     cache = LayerCache(layer.keys.to(device, sizes.dtype), layer.values.to(device, sizes.dtype))
@@ -180,3 +194,87 @@ def test_half_precision_and_larger_heads(head_dim: int, device: torch.device) ->
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, programs=2, dtype=dtype)
     _check(_case([190], sizes, device=device), atol=2e-2)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Adjacent rows that are samples of a prompt, and how many pages it fills."""
+
+    num_rows: int
+    num_pages: int
+
+
+def _share(case: Case, groups: list[Group]) -> Tiles:
+    """Let the rows of each group have the pages of its first row in common, and tiles read them."""
+    rows, row = case.rows, 0
+    for group in groups:
+        some = slice(row, row + group.num_rows)
+        rows.table_BN[some, : group.num_pages] = rows.table_BN[row, : group.num_pages].clone()
+        rows.shared_B[some] = group.num_pages
+        row += group.num_rows
+    num_rows, num_heads, head_dim = case.q_BHE.shape
+    assert row == num_rows
+    device = case.q_BHE.device
+    tiles = Tiles.allocate(num_rows, num_heads=num_heads, head_dim=head_dim, device=device)
+    tiles.part_QHE.fill_(UNUSED)
+    tiles.stats_QH2.fill_(UNUSED)
+    case.rows = replace(rows, tiles=tiles)
+    return tiles
+
+
+@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_pages_of_a_prompt_are_read_once(programs: int, group: int, device: torch.device) -> None:
+    """Groups of one row, of more rows than a tile has, without a full page, and of 11 pages, which
+    40 programs split into parts."""
+    groups = [Group(1, 2), Group(12, 1), Group(2, 11), Group(3, 0), Group(2, 2)]
+    ages = [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, 70]
+    prompts = [part.num_pages * PAGE_TOKENS for part in groups for _ in range(part.num_rows)]
+    positions = [prompt + ages[row % len(ages)] for row, prompt in enumerate(prompts)]
+    case = _case(positions, Sizes(kv_heads=2, group=group, programs=programs), device=device)
+    tiles = _share(case, groups)
+    _check(case)
+    assert tiles.num_pages_B.tolist() == [0] + [1] * 12 + [11] * 2 + [0] * 3 + [2] * 2
+
+
+def test_a_tile_ends_with_its_rows(device: torch.device) -> None:
+    """64 heads are 9 rows of 7. Rows of another prompt of as many pages are not of the tile."""
+    case = _case([70] * 23, Sizes(kv_heads=1, group=7, programs=3), device=device)
+    tiles = _share(case, [Group(10, 1), Group(10, 1), Group(1, 1), Group(2, 1)])
+    _check(case)
+    assert tiles.counts_2.tolist() == [5, 1]
+    assert tiles.row_B[:5].tolist() == [0, 9, 10, 19, 21]
+
+
+def test_inactive_rows_in_and_behind_a_group_change_nothing(device: torch.device) -> None:
+    case = _case([130, -1, 135, -1, 140, -1], Sizes(kv_heads=1, programs=4), device=device)
+    tiles = _share(case, [Group(5, 2), Group(1, 0)])
+    case.rows.position_B[[1, 3]] = 128
+    case.rows.table_BN[5] = case.rows.table_BN[4]  # what an earlier row has left there
+    _check(case)
+    assert tiles.num_pages_B.tolist() == [2, 2, 2, 2, 2, 0]
+
+
+def test_large_scores_of_shared_pages_do_not_overflow(device: torch.device) -> None:
+    case = _case([180, 190], Sizes(kv_heads=1, programs=2), device=device)
+    _share(case, [Group(2, 2)])
+    case.q_BHE.mul_(1000)
+    case.k_BKE.mul_(-1000)
+    _check(case, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_shared_pages_in_half_precision(head_dim: int, device: torch.device) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, programs=2, dtype=dtype)
+    case = _case([190] * 3, sizes, device=device)
+    _share(case, [Group(3, 2)])
+    _check(case, atol=2e-2)
+
+
+def test_a_tile_has_two_rows_with_the_largest_group(device: torch.device) -> None:
+    sizes = Sizes(kv_heads=1, group=MOST_GROUP, programs=2)
+    case = _case([70] * 4, sizes, device=device)
+    tiles = _share(case, [Group(4, 1)])
+    _check(case)
+    assert tiles.row_B[:2].tolist() == [0, 2]
