@@ -29,7 +29,12 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import TrainedModel, place, trained_model
 from tandem.config.plan.memory import GIB, plan_memory
 from tandem.config.plan.memory_choice import choose_memory
-from tandem.config.plan.memory_remedy import narrow_cache, require_cache, require_memory
+from tandem.config.plan.memory_remedy import (
+    narrow_cache,
+    require_cache,
+    require_host_memory,
+    require_memory,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
@@ -38,6 +43,7 @@ from tandem.driver.execution import first_cause
 from tandem.driver.run_folder import name_unwritable
 from tandem.errors import RunFailure, UserError
 from tandem.models.folder import ModelFolder
+from tandem.platforms.host_memory import host_memory_bytes
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
@@ -344,6 +350,8 @@ def fitted(
     if not site.platform.has_own_memory or sizes is None:
         return site
     available_bytes = site.platform.total_memory_bytes()
+    is_here = site.config.trainer.nnodes == 1  # the hosts of other nodes may have other memory
+    host_bytes = host_memory_bytes() if is_here else None
     own_sizes = {name: own for name in others if (own := known[name]) is not None}
     recomputes_parts = model.decoder_config is not None
     has_pages = site.platform.kernels == "triton" and recomputes_parts
@@ -353,6 +361,7 @@ def fitted(
         sizes,
         auxiliary=own_sizes,
         available_bytes=available_bytes,
+        host_bytes=host_bytes,
         recomputes_parts=recomputes_parts,
         has_own_kernels=has_pages and not by_megatron,
     )
@@ -361,8 +370,17 @@ def fitted(
         sizes,
         auxiliary=own_sizes,
         available_bytes=available_bytes,
+        host_bytes=host_bytes,
         recomputes_parts=recomputes_parts,
     )
+    if host_bytes is not None:
+        require_host_memory(
+            site.config,
+            sizes,
+            auxiliary=own_sizes,
+            available_bytes=available_bytes,
+            host_bytes=host_bytes,
+        )
     if has_pages and isinstance(site.config, RunConfig):
         _check_cache(site.config, sizes, auxiliary=own_sizes, available_bytes=available_bytes)
     return site
@@ -404,6 +422,7 @@ def _with_memory_keys(
     *,
     auxiliary: Mapping[str, ModelSizes],
     available_bytes: int,
+    host_bytes: int | None,
     recomputes_parts: bool,
     has_own_kernels: bool,
 ) -> RunSite:
@@ -413,6 +432,7 @@ def _with_memory_keys(
         sizes,
         auxiliary=auxiliary,
         available_bytes=available_bytes,
+        host_bytes=host_bytes,
         recomputes_parts=recomputes_parts,
         has_own_kernels=has_own_kernels,
     )

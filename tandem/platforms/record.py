@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 from torch.cuda import nccl
 
 from tandem.platforms.capture import Capturer, cuda_graphs, eager
+from tandem.platforms.host_memory import host_memory_bytes
 from tandem.platforms.isolation import CUDA_LIKE, HOST, Visibility
 from tandem.platforms.names import ALIASES
 
@@ -164,10 +164,6 @@ def _host_name() -> str:
     return "cpu"
 
 
-def _host_memory() -> int:
-    return psutil.virtual_memory().total
-
-
 def _ignore(_: int) -> None:
     return None
 
@@ -214,7 +210,7 @@ CPU = Platform(
     has_bfloat16=_yes,
     has_fp8=_yes,
     device_name=_host_name,
-    total_memory_bytes=_host_memory,
+    total_memory_bytes=host_memory_bytes,
     memory_allocated_bytes=_zero,
     memory_reserved_bytes=_zero,
     microbatch_tokens=4096,

@@ -67,6 +67,8 @@ class MemoryPlan:
         cache: the keys and values of all concurrent sequences, with the same exception.
         activations: the activations of the largest micro-batch.
         logits: a chunk of logits of response tokens.
+        host: what rests in the host's memory for this device: weights and optimizer states. It is
+            not part of the total.
     """
 
     weights: int = 0
@@ -80,15 +82,16 @@ class MemoryPlan:
     cache: int = 0
     activations: int = 0
     logits: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of all parts, times ``ALLOWANCE``."""
-        return int(sum(asdict(self).values()) * ALLOWANCE)
+        """The sum of all parts on the device, times ``ALLOWANCE``."""
+        return int((sum(asdict(self).values()) - self.host) * ALLOWANCE)
 
     def to_gib(self) -> dict[str, float]:
         """Return all parts and the total in GiB, rounded."""
-        parts = {**asdict(self), "total": self.total}
+        parts = {**asdict(replace(self, host=0)), "total": self.total, "host": self.host}
         return {name: round(value / GIB, 2) for name, value in parts.items()}
 
 
@@ -140,10 +143,8 @@ class _Model:
 
     @property
     def held_frozen(self) -> int:
-        """The bytes of frozen weights between passes."""
-        is_offloaded = self.config.param_offload or self.config.offload_policy
-        held = self.held_parameters + self.sizes.frozen_tower
-        return 0 if is_offloaded else self.computed * held
+        """The bytes of frozen weights between passes, on the device or on the host."""
+        return self.computed * (self.held_parameters + self.sizes.frozen_tower)
 
     @property
     def visiting(self) -> int:
@@ -177,7 +178,8 @@ class _Model:
     @property
     def gathered_frozen(self) -> int:
         """The bytes that a forward pass gathers: none if every rank holds the weights it needs."""
-        is_held = self.ranks.num_shards == 1 and self.held_frozen > 0
+        rests = self.config.param_offload or self.config.offload_policy
+        is_held = self.ranks.num_shards == 1 and not rests
         return 0 if is_held else self.visiting
 
     @property
@@ -272,15 +274,17 @@ def _of_pool(
         model = _laid_out(sizes, roles.ref.fsdp_config, ranks=layouts["ref_logp"])
         tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
-        shares = reference_of(pool, config=config) != "ref_logp"
-        plan = replace(plan, reference=0 if shares else _frozen(model, placement))
+        if reference_of(pool, config=config) == "ref_logp":  # it does not share the base
+            held, resting = _frozen(model, placement)
+            plan = replace(plan, reference=held, host=plan.host + resting)
     scorer = scorer_of(pool)
     if scorer in ("generate", "logp"):
         model = _laid_out(sizes, roles.actor.fsdp_config, ranks=layouts["logp"])
         tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
-        copies = _device_copies(config, placement)
-        plan = replace(plan, weights=copies * _frozen(model, placement) if scorer == "logp" else 0)
+        if scorer == "logp":
+            copies, (held, resting) = _device_copies(config, placement), _frozen(model, placement)
+            plan = replace(plan, weights=copies * held, host=plan.host + resting)
     if "actor-train" in pool.tasks:
         model = _laid_out(sizes, roles.actor.fsdp_config, ranks=layouts["actor-train"])
         plan = _trained(plan, _policy_training(config, model), placement=placement)
@@ -405,11 +409,14 @@ def _scoring(plan: MemoryPlan, model: _Model, *, tokens: int, placement: Placeme
     )
 
 
-def _frozen(model: _Model, placement: Placement) -> int:
+def _frozen(model: _Model, placement: Placement) -> tuple[int, int]:
+    """Return the bytes of frozen weights between passes, on the device and on the host."""
     if placement.is_one_process:
         # While it scores there are no gradients of training, which are larger.
-        return 0 if model.config.param_offload else model.computed * model.sizes.num_parameters
-    return model.held_frozen
+        held, rests = model.computed * model.sizes.num_parameters, model.config.param_offload
+    else:
+        held, rests = model.held_frozen, model.config.param_offload or model.config.offload_policy
+    return (0, held) if rests else (held, 0)
 
 
 def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
@@ -429,7 +436,8 @@ def _with_auxiliary(
     tokens = training_tokens(config, role, ranks=ranks.sequence_parallel)
     if role == REWARD_MODEL:
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
-        return replace(plan, reward_model=_frozen(model, placement))
+        held, resting = _frozen(model, placement)
+        return replace(plan, reward_model=held, host=plan.host + resting)
     critic = config.critic
     training = _Training(model, critic.optim, _recomputed(critic.model), tokens)
     own = _trained(MemoryPlan(), training, placement=placement)
@@ -439,6 +447,7 @@ def _with_auxiliary(
         gradients=max(plan.gradients, own.gradients),
         gathered=max(plan.gathered, own.gathered),
         activations=max(plan.activations, own.activations),
+        host=plan.host + own.host,
     )
 
 
@@ -453,7 +462,7 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     )
     activations = max(plan.activations, model.computed * training.tokens * numbers)
     moment = model.stored if optim.moments_dtype == "auto" else BYTES[optim.moments_dtype]
-    optimizer = 2 * moment * model.held_trained
+    optimizer = states = 2 * moment * model.held_trained
     plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
     room = activations + LOGITS_BYTES  # while the optimizer steps
     visitors = model.held_trained
@@ -464,6 +473,7 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
         held = kept if kept == computed else kept + computed
         weights = held
         if model.config.param_offload and kept != computed:
+            plan = replace(plan, host=plan.host + kept)
             visiting = model.stored * visitors
             weights = computed + max(0, visiting - room)
             room = max(0, room - visiting)
@@ -471,14 +481,17 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
         plan = replace(plan, weights=weights + model.held_base, gradients=sums)
     if model.config.optimizer_offload:
         optimizer = max(0, 2 * moment * visitors - room)
-    plan = replace(plan, optimizer=optimizer)
+    resting = states if model.config.optimizer_offload else 0
     if placement.is_one_process:
-        return plan
+        return replace(plan, optimizer=optimizer, host=plan.host + resting)
     plan = replace(plan, gathered=max(plan.gathered, model.gathered_in_training))
     held = model.stored * model.held_trained
     if model.config.offload_policy:
-        return replace(plan, optimizer=0)
-    return replace(plan, weights=held + model.held_base, gradients=held)
+        return replace(plan, host=plan.host + 2 * held + states + model.held_base)
+    weights = held + model.held_base
+    return replace(
+        plan, weights=weights, gradients=held, optimizer=optimizer, host=plan.host + resting
+    )
 
 
 def _recomputed(model: ModelConfig) -> RecomputeGranularity | None:

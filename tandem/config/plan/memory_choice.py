@@ -5,7 +5,7 @@ offloading and the share of the device for generation.
 Only keys that the user has left alone are chosen, and only such as change no result but rounding.
 Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
 The share for generation is lowered only if the run would be refused otherwise. The memory of the
-device decides, not what is free of it, so that a run can be repeated.
+device and of its host decide, not what is free of it, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from tandem.config.derived.microbatches import limits, microbatch_keys
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import place, trained_model
+from tandem.config.plan.host_memory import fits_host
 from tandem.config.plan.memory import NO_MODELS, least_generating, plan_memory
 from tandem.config.schema.rollout import NATIVE_NAMES
 from tandem.config.schema.run import RunConfig
@@ -72,6 +73,7 @@ def choose_memory(
     sizes: ModelSizes,
     *,
     available_bytes: int,
+    host_bytes: int | None = None,
     auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
     recomputes_parts: bool = True,
     has_own_kernels: bool = True,
@@ -82,6 +84,7 @@ def choose_memory(
 
     Args:
         sizes, auxiliary: as in ``plan_memory``.
+        host_bytes: the memory of a host; None if it is not known.
         recomputes_parts: whether the model can recompute parts of layers, not only whole layers.
         has_own_kernels: whether tandem's kernels compute the model. Plans are of their activations,
             so that nothing is chosen for several devices without them.
@@ -102,13 +105,13 @@ def choose_memory(
     for own_share, candidate in product(less, candidates):
         overrides = {**candidate.overrides, **own_share}
         changed = with_overrides(config, overrides)
+        plans = plan(changed)
         # Pools that these keys do not concern, such as one that only generates, are left out.
-        concerned = {
-            name: own
-            for name, own in plan(changed).items()
-            if name == trainer or own != unchanged[name]
-        }
-        if all(own.total <= most for own in concerned.values()):
+        concerned = (
+            own for name, own in plans.items() if name == trainer or own != unchanged[name]
+        )
+        is_small = all(own.total <= most for own in concerned)
+        if is_small and fits_host(changed, plans, host_bytes=host_bytes):
             chosen = _changes(config, overrides)
             return (changed if chosen else config), chosen
     return config, {}

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error about a run that exceeds the memory of its devices, with overrides that make it fit."""
+"""The errors about runs that exceed the memory of their devices or hosts, with overrides that make
+them fit.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tandem.config.derived.microbatches import (
@@ -14,6 +17,7 @@ from tandem.config.derived.microbatches import (
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, auxiliary_layouts
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import place, trained_model
+from tandem.config.plan.host_memory import HOST_SHARE, fits_host, resting_bytes
 from tandem.config.plan.memory import (
     GIB,
     NO_MODELS,
@@ -53,6 +57,7 @@ def require_memory(
     sizes: ModelSizes,
     *,
     available_bytes: int,
+    host_bytes: int | None = None,
     auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
     recomputes_parts: bool = True,
 ) -> None:
@@ -60,6 +65,7 @@ def require_memory(
 
     Args:
         sizes, auxiliary: as in ``plan_memory``.
+        host_bytes: the memory of a host, which the overrides fit, too; None if it is not known.
         recomputes_parts: whether the model can recompute parts of layers, not only whole layers.
     """
     plans = plan_memory(config, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
@@ -72,7 +78,12 @@ def require_memory(
         recomputes_parts=recomputes_parts,
     )
     remedy = _remedy(
-        config, sizes, candidates=candidates, auxiliary=auxiliary, available_bytes=available_bytes
+        config,
+        sizes,
+        candidates=candidates,
+        auxiliary=auxiliary,
+        available_bytes=available_bytes,
+        host_bytes=host_bytes,
     )
     held = plan.critic + plan.weights + plan.gradients + plan.optimizer + plan.gathered
     frozen = plan.reference + plan.reward_model + plan.rollout
@@ -85,6 +96,50 @@ def require_memory(
         f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB",
         remedy=remedy,
     )
+
+
+def require_host_memory(
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    available_bytes: int,
+    host_bytes: int,
+    auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
+) -> None:
+    """Raise UserError if weights and optimizer states that rest on a host take too much of it.
+
+    Args:
+        sizes, auxiliary, available_bytes: as in ``plan_memory``.
+        host_bytes: the memory of a host.
+    """
+    plan = partial(plan_memory, sizes=sizes, auxiliary=auxiliary, available_bytes=available_bytes)
+    plans = plan(config)
+    if fits_host(config, plans, host_bytes=host_bytes):
+        return
+    remedy = "Use more devices, or a host with more memory."
+    for overrides in _on_devices(config):
+        changed = with_overrides(config, overrides)
+        others = plan(changed)
+        is_small = all(own.total <= available_bytes for own in others.values())
+        if is_small and fits_host(changed, others, host_bytes=host_bytes):
+            remedy = f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
+            break
+    resting = resting_bytes(config, plans) / GIB
+    raise UserError(
+        "memory of the host",
+        rule=f"the {resting:.0f} GiB of weights and optimizer states that rest there are more than "
+        f"{HOST_SHARE:.0%} of its {host_bytes / GIB:.0f} GiB",
+        remedy=remedy,
+    )
+
+
+def _on_devices(config: RunConfig | SftConfig) -> Iterator[dict[str, Any]]:
+    """Yield overrides with which less rests on the host."""
+    own = trained_model(config).of_task["actor-train"]
+    offloads = ("param_offload", "optimizer_offload", "offload_policy")
+    resting = [f"{own.section}.{name}" for name in offloads if getattr(own.layout, name)]
+    yield from ({key: False} for key in resting)
+    yield dict.fromkeys(resting, False)
 
 
 def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
@@ -142,13 +197,15 @@ def _remedy(
     candidates: Iterable[Mapping[str, Any]],
     auxiliary: Mapping[str, ModelSizes],
     available_bytes: int,
+    host_bytes: int | None,
 ) -> str:
     """Return the first candidate that makes the run fit, as a sentence."""
     for candidate in candidates:
         overrides = _for_all(config, candidate)
         changed = with_overrides(config, overrides)
         plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
-        if all(plan.total <= available_bytes for plan in plans.values()):
+        is_small = all(plan.total <= available_bytes for plan in plans.values())
+        if is_small and fits_host(changed, plans, host_bytes=host_bytes):
             return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
     return "Use a smaller model, more devices or devices with more memory."
 

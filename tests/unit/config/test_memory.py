@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, OPTIMIZER_PART_NUMBERS, ModelSizes
 from tandem.config.parse.overrides import load_config
+from tandem.config.plan.host_memory import resting_bytes
 from tandem.config.plan.memory import GIB, MemoryPlan, plan_memory
-from tandem.config.plan.memory_remedy import narrow_cache, require_cache, require_memory
+from tandem.config.plan.memory_remedy import (
+    narrow_cache,
+    require_cache,
+    require_host_memory,
+    require_memory,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -282,6 +288,66 @@ def test_what_rests_on_the_host_leaves_the_device() -> None:
     assert plan.gathered == one(FOUR).gathered
     # They come back for training, while the cache stays where it is.
     assert one(FOUR, f"{LAYOUT}.param_offload=True").weights == one(FOUR).weights
+
+
+def test_what_rests_on_the_host_is_counted_there() -> None:
+    """Weights and moments are fp32, gradients too; a reference has the precision of passes."""
+    numbers = sizes().num_parameters
+    weights, moments = (f"{LAYOUT}.{name}_offload=True" for name in ("param", "optimizer"))
+    assert one().host == 0
+    assert one(weights).host == 4 * numbers
+    assert one(weights, moments).host == 12 * numbers
+    alone = one(weights, f"{LAYOUT}.dtype=float32")
+    assert alone.host == 0, "passes use the weights themselves"
+    halves = one(moments, "actor_rollout_ref.actor.optim.moments_dtype=bfloat16")
+    assert halves.host == 4 * numbers
+    assert halves.total == int(sum(asdict(replace(halves, host=0)).values()) * 1.1)
+    assert halves.to_gib()["host"] == round(halves.host / GIB, 2)
+    assert one(KL, f"{REF}.param_offload=True").host == 2 * numbers
+    held = one(FOUR).weights // 4
+    assert one(FOUR, moments).host == 8 * held
+    assert one(FOUR, f"{LAYOUT}.offload_policy=True", moments).host == 16 * held
+    assert one(FOUR, KL, f"{REF}.param_offload=True").host == one(FOUR, KL).reference
+
+
+def test_all_devices_of_a_node_share_its_memory() -> None:
+    moments = f"{LAYOUT}.optimizer_offload=True"
+    for nodes in (1, 2):
+        run = config(f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=4", moments)
+        plans = plan_memory(run, sizes())
+        (plan,) = plans.values()
+        assert resting_bytes(run, plans) == 4 * plan.host == 8 * 4 * (plan.weights // 4)
+
+
+def test_a_host_that_is_too_small_is_said_to_be_with_keys_that_fit() -> None:
+    weights, moments = (f"{LAYOUT}.{name}_offload" for name in ("param", "optimizer"))
+    run = config(f"{weights}=True", f"{moments}=True")
+
+    def refusal(host_gib: float, *, device_gib: int = 80) -> str:
+        with pytest.raises(UserError) as caught:
+            require_host_memory(
+                run, sizes(), available_bytes=device_gib * GIB, host_bytes=int(host_gib * GIB)
+            )
+        return str(caught.value)
+
+    needed = 12 * sizes().num_parameters / GIB
+    require_host_memory(
+        run, sizes(), available_bytes=80 * GIB, host_bytes=int(needed / 0.9 * GIB) + 2
+    )
+    assert f"the {needed:.0f} GiB of weights and optimizer states" in refusal(needed)
+    assert refusal(needed).endswith(f"Set {weights}=False.")
+    assert refusal(3).endswith(f"Set {moments}=False.")
+    assert refusal(1).endswith(f"Set {weights}=False {moments}=False.")
+    assert refusal(1, device_gib=20).endswith("Use more devices, or a host with more memory.")
+
+
+def test_a_remedy_for_devices_fits_the_host_too() -> None:
+    large = replace(sizes(), num_layers=300)
+    run = config()
+    for host_bytes, offloads in ((None, True), (1000 * GIB, True), (10 * GIB, False)):
+        with pytest.raises(UserError) as caught:
+            require_memory(run, large, available_bytes=90 * GIB, host_bytes=host_bytes)
+        assert ("optimizer_offload=True" in str(caught.value)) == offloads
 
 
 def test_what_generates_in_turns_with_training_keeps_its_cache_with_every_batch_begun() -> None:

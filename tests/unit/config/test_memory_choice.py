@@ -130,6 +130,15 @@ def test_a_chosen_share_has_room_for_weights_adapters_and_the_longest_sequence()
             assert plan.cache >= 2 * SEVEN_BILLION.cache_numbers_per_token * (128 + 512)
 
 
+def test_no_more_rests_on_the_host_than_it_has_room_for() -> None:
+    """Weights and moments of 7B take 85 GiB, and moments alone 57."""
+    everything = choose(gib=139.8)
+    assert choose(gib=139.8, host_bytes=95 * GIB) == everything
+    fewer = choose(gib=139.8, host_bytes=94 * GIB)
+    assert fewer == {GRANULARITY: "feed_forward", MOMENTS: True}
+    assert choose(gib=139.8, host_bytes=60 * GIB) == {}
+
+
 def test_short_updates_do_not_wait_for_copies() -> None:
     """With 1280 tokens an update, copies would take longer than recomputing everything."""
     one = ("data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1")

@@ -22,6 +22,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.driver import launch
 from tandem.driver.launch import RunSite, fitted, local_site, run_on_site
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
@@ -197,7 +198,7 @@ def test_a_layout_that_does_not_divide_is_named_by_the_commands_key(
 
 
 def test_a_run_on_one_accelerator_sets_memory_keys_and_says_so(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {
         "num_hidden_layers": 28,
@@ -217,6 +218,7 @@ def test_a_run_on_one_accelerator_sets_memory_keys_and_says_so(
         platforms = {pool.name: own for pool in placement.used_pools}
         return RunSite(config, platforms, placement, cluster=None)
 
+    monkeypatch.setattr(launch, "host_memory_bytes", lambda: 1000 << 30)
     with caplog.at_level("INFO"):
         chosen = fitted(site(250), model)
     assert chosen.config != config and chosen.chosen
@@ -224,3 +226,9 @@ def test_a_run_on_one_accelerator_sets_memory_keys_and_says_so(
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in record
     with pytest.raises(UserError, match="this run needs about"):
         fitted(site(30), model)
+    monkeypatch.setattr(launch, "host_memory_bytes", lambda: 20 << 30)
+    assert not any("offload" in key for key in fitted(site(250), model).chosen)
+    moments = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+    config = load_config(RunConfig, ["actor_rollout_ref.model.path=m", f"{moments}=True"]).config
+    with pytest.raises(UserError, match=rf"^memory of the host: .* Set {moments}=False\.$"):
+        fitted(site(1000), model)
