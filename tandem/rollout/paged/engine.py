@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, repeat
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -257,8 +257,11 @@ class PagedRolloutEngine(Resting):
         kept = list(scheduler.rows)
         outdated = scheduler.recompute() if self._is_outdated else []
         entries = scheduler.admit()
-        rows = scheduler.rows
-        new = rows[len(kept) :]
+        new = scheduler.rows[len(kept) :]
+        shared = self._shares_pages(scheduler.rows)
+        if shared:
+            kept.sort(key=lambda row: row.last_common_page)
+        rows = kept + new
         wanted = [row.num_remaining for row in kept] + [row.num_remaining - 1 for row in new]
         num_steps = max(0, min(WINDOW_TOKENS, max(wanted, default=0)))
         if num_steps == 0 and not new:
@@ -268,7 +271,6 @@ class PagedRolloutEngine(Resting):
         store, step = self._memory()
         filtered = any(map(_is_filtered, rows))
         own = Round(len(outdated) + bool(entries), num_steps, len(rows), filtered)
-        shared = self._shares_pages(rows)
         common = self._begin_round(own, step, shared=shared)
         self._arrange(step, rows, num_kept=len(kept) if last is not None else 0)
         replay = step.prepare(len(rows), store, variant=_variant(common, shared=shared))
@@ -287,15 +289,14 @@ class PagedRolloutEngine(Resting):
         return self._read(step, rows, launched=launched)
 
     def _shares_pages(self, rows: Sequence[Running]) -> bool:
-        """Return whether adjacent rows have enough pages of their prompt in common."""
+        """Return whether the rows have enough pages in common."""
         config = self._decoder.config
         if config.num_heads > config.num_kv_heads * MOST_GROUP:
             return False
-        pages = sum(
-            row.num_shared_pages for before, row in pairwise(rows) if row.holders is before.holders
-        )
+        num_pages = {row.last_common_page: row.num_common_pages for row in rows}
+        saved = sum(row.num_common_pages for row in rows) - sum(num_pages.values())
         layer_bytes = self._shape.bytes_per_token * self._page_tokens // self._shape.num_layers
-        return pages > 0 and pages * layer_bytes >= self._least_shared_bytes
+        return saved > 0 and saved * layer_bytes >= self._least_shared_bytes
 
     def _begin_round(self, own: Round, step: DecodeStep, *, shared: bool) -> Round:
         """Return what all processes that divide experts do, for a number of rows that is captured.
@@ -502,8 +503,8 @@ def _numbers(row: Running) -> tuple[int, ...]:
     newest = row.token_ids[-1] if row.token_ids else 0
     ignore_eos, top_k = int(row.sampling.ignore_eos), max(0, row.sampling.top_k)
     index, drawn, shift = row.num_tokens - 1, len(row.token_ids), total_shift(row.pictures)
-    shared = row.num_shared_pages
-    return (newest, index, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn, shift, shared)
+    common = row.num_common_pages
+    return (newest, index, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn, shift, common)
 
 
 def _variant(common: Round, *, shared: bool) -> Variant:

@@ -20,12 +20,14 @@ from tandem.types import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The tokens of a sample whose keys are stored, their pages in order, and their routes, if
-    those are recorded.
+    """The tokens of a sample whose keys are stored, their pages in order, how many of these it has
+    in common with the other samples of its prompt, and the routes of its tokens, if those are
+    recorded.
     """
 
     token_ids: TokenIds
     pages: tuple[int, ...]
+    num_common_pages: int = 0
     routes_tLX: np.ndarray | None = None
 
     def begins(self, prompt: TokenIds) -> bool:

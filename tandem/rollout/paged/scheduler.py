@@ -36,6 +36,7 @@ class Running:
         token_ids, log_probs: the tokens that the host has read.
         num_launched: further tokens that launched steps may have drawn.
         pages: the pages that it owns, in order.
+        num_common_pages: how many of its first pages other samples of its prompt may have, too.
         holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
         routes: the experts of its tokens, as far as the host has read them.
@@ -51,6 +52,7 @@ class Running:
     log_probs: list[float] = field(default_factory=list[float])
     num_launched: int = 0
     pages: list[int] = field(default_factory=list[int])
+    num_common_pages: int = 0
     holders: list[Running] = field(default_factory=list["Running"], repr=False)
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     routes: SampleRoutes = field(default_factory=SampleRoutes, repr=False)
@@ -72,6 +74,15 @@ class Running:
     def num_shared_pages(self) -> int:
         """Pages that its prompt fills."""
         return len(self.prompt_ids) // self.page_tokens
+
+    @property
+    def last_common_page(self) -> int:
+        """The last of the pages that others may have, too; -1 if there are none.
+
+        A page has one place in one prompt. Samples with the same one have all pages before it in
+        common.
+        """
+        return self.pages[self.num_common_pages - 1] if self.num_common_pages else -1
 
     @property
     def most_pages(self) -> int:
@@ -291,7 +302,8 @@ class PagedScheduler:
         num_pages = self._pages_for(len(token_ids))
         pages, sequence.pages = sequence.pages[:num_pages], sequence.pages[num_pages:]
         routes = sequence.routes.joined() if sequence.routes.num_tokens else None
-        self.parking.put(sequence.sample_id, Parked(token_ids, tuple(pages), routes))
+        parked = Parked(token_ids, tuple(pages), sequence.num_common_pages, routes)
+        self.parking.put(sequence.sample_id, parked)
 
     def _parked_of(self, unit: tuple[Running, ...]) -> Parked | None:
         """Return the pages from which waiting sequences can go on, if there are any."""
@@ -340,6 +352,7 @@ class PagedScheduler:
             self._pool.share(shared, owners=count - 1)
         for sequence in entering:
             sequence.pages = shared + self._pool.take(own)
+            sequence.num_common_pages = num_shared
         first.holders += entering
         self.rows += entering
         run = replace(run, pages=tuple(first.pages))
@@ -358,6 +371,7 @@ class PagedScheduler:
         parked = self.parking.take(sequence.sample_id)
         sequence.routes.shared.routes_tLX = parked.routes_tLX
         sequence.pages = [*parked.pages, *self._pool.take(own)]
+        sequence.num_common_pages = parked.num_common_pages
         sequence.holders.append(sequence)
         self.rows.append(sequence)
         return Entry(replace(run, pages=tuple(sequence.pages)), (sequence,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -145,28 +145,84 @@ def test_prompts_and_responses_across_page_borders(decoder: Decoder) -> None:
     _assert_same(actual, _expected(decoder, requests))
 
 
+@dataclass
+class Tiled:
+    """How many pages tiles read for the rows of each step, while ``divide_pages`` is replaced."""
+
+    steps: list[list[int]] = field(default_factory=list[list[int]])
+
+    def divide(self, rows: RowTables) -> None:
+        divide_pages(rows)
+        self.steps.append([] if rows.tiles is None else rows.tiles.num_pages_B.tolist())
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> Tiled:
+    found = Tiled()
+    monkeypatch.setattr(step, "divide_pages", found.divide)
+    return found
+
+
 @pytest.mark.parametrize("is_worth_it", [True, False])
 def test_pages_of_a_prompt_are_read_once_for_its_samples_where_that_is_worth_it(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_worth_it: bool
+    decoder: Decoder, tiled: Tiled, is_worth_it: bool
 ) -> None:
-    """Two full pages for three samples, of which two layers read four less; responses of all
-    lengths, beside a prompt without a full page, and a sample that enters late."""
+    """Three samples have two full pages in common, so that a layer reads four less."""
     sampling = replace(SAMPLED, max_new_tokens=12)
     requests = [
         _request(0, n=3, length=2 * PAGE_TOKENS + 3, sampling=sampling),
         _request(10, n=2, sampling=sampling),
     ]
-    tiled: list[bool] = []
-
-    def divide(rows: RowTables) -> None:
-        divide_pages(rows)
-        tiled.append(rows.tiles is not None and rows.tiles.num_pages_B.tolist()[:3] == [2, 2, 2])
-
-    monkeypatch.setattr(step, "divide_pages", divide)
     least = 4 * PAGE_BYTES // 2 + (0 if is_worth_it else 1)
     actual = _generate(decoder, requests, least_shared_bytes=least)
     _assert_same(actual, _expected(decoder, requests))
-    assert any(tiled) == is_worth_it and not all(tiled)
+    assert ([2, 2, 2, 0] in tiled.steps) == is_worth_it
+    assert [] in tiled.steps, "when fewer samples are left"
+
+
+def test_samples_that_enter_later_share_pages_with_those_that_run(
+    decoder: Decoder, tiled: Tiled
+) -> None:
+    """Of eight samples of two prompts, four run at a time, in the order in which others end."""
+    sampling = replace(SAMPLED, max_new_tokens=30)
+    requests = [_request(i, n=4, length=PAGE_TOKENS, sampling=sampling) for i in (0, 10)]
+    actual = _generate(decoder, requests, least_shared_bytes=0)
+    _assert_same(actual, _expected(decoder, requests))
+    mixed = [steps for steps in tiled.steps if steps.count(1) == 4]
+    assert len(mixed) > len([steps for steps in tiled.steps if 0 in steps])
+
+
+def test_further_turns_share_the_pages_of_the_first_prompt(decoder: Decoder, tiled: Tiled) -> None:
+    """The turns come back in another order. A long prompt before them has grown the cache."""
+    long = _request(50, length=24 * PAGE_TOKENS, sampling=replace(SAMPLED, max_new_tokens=1))
+    first = _request(0, n=3, length=2 * PAGE_TOKENS + 1)
+    config = replace(CONFIG, max_num_seqs=3)
+    sharing = PagedRolloutEngine(
+        decoder, config, make_capturer=eager, num_multiprocessors=1, least_shared_bytes=0
+    )
+    histories: dict[int, tuple[int, ...]] = {}
+    for engine in (NativeRolloutEngine(decoder, config), sharing):
+        engine.add([long])
+        assert len(drain_by_sample(engine)) == 1
+        engine.add([replace(first, continues=True)])
+        drawn = drain_by_sample(engine)
+        found = {key: (*first.prompt_ids, *one.token_ids) for key, one in drawn.items()}
+        assert found == (histories or found)
+        histories = found
+    further = [
+        GenerationRequest(
+            (key,),
+            (*histories[key], 7 + key, 8),
+            replace(SAMPLED, ignore_eos=True, max_new_tokens=10),
+            first_index=len(histories[key]) + 2 - len(first.prompt_ids),
+        )
+        for key in (2, 0, 1)
+    ]
+    del tiled.steps[:]
+    sharing.add(further)
+    _assert_same(drain_by_sample(sharing), _expected(decoder, further))
+    assert sharing.metrics()["num_kept_tokens"] > 3 * 2 * PAGE_TOKENS
+    assert [2, 2, 2] in tiled.steps
 
 
 def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> None:
