@@ -35,7 +35,7 @@ from tandem.rollout.paged.kernels.sampling import draw_next
 from tandem.rollout.paged.kernels.tiles import MOST_GROUP
 from tandem.rollout.paged.prefill import PrefillAttention
 from tandem.rollout.paged.rounds import Round, Rounds
-from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running
+from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running, num_repeated_pages
 from tandem.rollout.paged.step import DecodeStep, Variant, batch_sizes
 from tandem.rollout.recording import recorder_of, routes_like
 from tandem.rollout.resting import Resting
@@ -290,13 +290,11 @@ class PagedRolloutEngine(Resting):
 
     def _shares_pages(self, rows: Sequence[Running]) -> bool:
         """Return whether the rows have enough pages in common."""
-        config = self._decoder.config
+        shape, config = self._shape, self._decoder.config
         if config.num_heads > config.num_kv_heads * MOST_GROUP:
             return False
-        num_pages = {row.last_common_page: row.num_common_pages for row in rows}
-        saved = sum(row.num_common_pages for row in rows) - sum(num_pages.values())
-        layer_bytes = self._shape.bytes_per_token * self._page_tokens // self._shape.num_layers
-        return saved > 0 and saved * layer_bytes >= self._least_shared_bytes
+        layer_bytes = shape.bytes_per_token * self._page_tokens // shape.num_layers
+        return self._least_shared_bytes <= num_repeated_pages(rows) * layer_bytes
 
     def _begin_round(self, own: Round, step: DecodeStep, *, shared: bool) -> Round:
         """Return what all processes that divide experts do, for a number of rows that is captured.

@@ -406,6 +406,12 @@ class PagedScheduler:
         sequence.holders.remove(sequence)
 
 
+def num_repeated_pages(rows: Sequence[Running]) -> int:
+    """Return how many pages rows have that another row has, too, but for one row of each prompt."""
+    of_prompts = {row.last_common_page: row.num_common_pages for row in rows}
+    return sum(row.num_common_pages for row in rows) - sum(of_prompts.values())
+
+
 def _has_begun(unit: tuple[Running, ...]) -> bool:
     """Return whether waiting sequences are a further turn, were put back, or lack rows only."""
     first = unit[0]
