@@ -33,6 +33,7 @@ from tandem.rollout.paged.cache import (
     Tiles,
 )
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
+from tandem.rollout.paged.kernels.tiles import tile_heads
 
 NUM_LAYERS = 4
 REPEATS = 50
@@ -92,7 +93,15 @@ def make_step(shape: Shape, workload: Workload, *, positions: list[int], shared:
         shape.head_dim, kv_heads=kv_heads, num_multiprocessors=platform.num_multiprocessors()
     )
 
-    tiles = Tiles.allocate(num_rows, num_heads=heads, head_dim=shape.head_dim, device=device)
+    itemsize = torch.bfloat16.itemsize
+    in_tile = tile_heads(shape.head_dim, page_tokens=PAGE_TOKENS, itemsize=itemsize)
+    tiles = Tiles.allocate(
+        num_rows,
+        rows_of_tile=in_tile // (heads // kv_heads),
+        num_heads=heads,
+        head_dim=shape.head_dim,
+        device=device,
+    )
 
     def random_states(size: tuple[int, ...]) -> Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16)
@@ -111,7 +120,6 @@ def make_step(shape: Shape, workload: Workload, *, positions: list[int], shared:
                 num_rows,
                 programs,
                 num_heads=heads,
-                kv_heads=kv_heads,
                 head_dim=shape.head_dim,
                 device=device,
             ),

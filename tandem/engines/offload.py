@@ -7,8 +7,10 @@ that storage, because each offload replaces it. Copies are queued: ``wait`` befo
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -27,6 +29,9 @@ class HostMemory:
     Page-locked memory is copied several times faster. Most platforms round each allocation of it to
     a power of two, which would take twice as much for most tensors. A file of such tensors has
     whole pieces, which are therefore no larger than needed.
+
+    The thread ends when all pieces are allocated, after the first that is refused, or after the
+    one that it allocates when this object is freed. The end of the process does not wait for it.
     """
 
     def __init__(self, sizes: Iterable[int], *, device: torch.device) -> None:
@@ -36,7 +41,6 @@ class HostMemory:
             device: the device that copies.
         """
         self._device = device
-        self._allocator = ThreadPoolExecutor(1, thread_name_prefix="host_memory")
         self._pieces: list[Future[Tensor]] = []
         self._lengths: list[int] = []
         self._used: list[int] = []
@@ -45,6 +49,15 @@ class HostMemory:
         for size in aligned:
             self._reserve(size)
         self._used = [0] * len(self._pieces)  # the tensors will take the same places
+        is_freed = threading.Event()
+        weakref.finalize(self, is_freed.set)
+        pieces = list(zip(self._pieces, self._lengths, strict=True))
+        threading.Thread(
+            target=_allocate_all,
+            args=(pieces, device, is_freed),
+            name="host_memory",
+            daemon=True,
+        ).start()
 
     def zeros_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros of the same shape on the host, in ``dtype`` if given. Wait for their memory.
@@ -54,27 +67,41 @@ class HostMemory:
         """
         dtype = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * dtype.itemsize
+        num_pieces = len(self._pieces)
         index, begin = self._reserve(_aligned(num_bytes))
+        if index == num_pieces:  # there is more than the sizes said
+            added = [(self._pieces[index], self._lengths[index])]
+            _allocate_all(added, self._device, threading.Event())
         piece = self._pieces[index].result()
         return piece[begin : begin + num_bytes].view(dtype).view(tensor.shape)
 
     def _reserve(self, num_bytes: int) -> tuple[int, int]:
-        """Return the first piece with room, and the offset there."""
+        """Return the first piece with room, which may be one to allocate, and the offset there."""
         for index, (length, used) in enumerate(zip(self._lengths, self._used, strict=True)):
             if used + num_bytes <= length:
                 self._used[index] += num_bytes
                 return index, used
-        length = max(self._piece_bytes, num_bytes)
-        self._pieces.append(self._allocator.submit(_allocate, length, self._device))
-        self._lengths.append(length)
+        self._pieces.append(Future())
+        self._lengths.append(max(self._piece_bytes, num_bytes))
         self._used.append(num_bytes)
         return len(self._pieces) - 1, 0
 
 
-def _allocate(num_bytes: int, device: torch.device) -> Tensor:
-    if device.type != "cpu" and device.index is not None:
-        torch.accelerator.set_device_index(device)  # a new thread begins with the first one
-    return page_locked_zeros(num_bytes, device_type=device.type)
+def _allocate_all(
+    pieces: Sequence[tuple[Future[Tensor], int]], device: torch.device, is_freed: threading.Event
+) -> None:
+    """Give each piece its memory, or the error that ended this."""
+    try:
+        if device.type != "cpu" and device.index is not None:
+            torch.accelerator.set_device_index(device)  # a new thread begins with the first one
+        for piece, num_bytes in pieces:
+            if is_freed.is_set():
+                return
+            piece.set_result(page_locked_zeros(num_bytes, device_type=device.type))
+    except Exception as error:
+        for piece, _ in pieces:
+            if not piece.done():
+                piece.set_exception(error)
 
 
 def _aligned(num_bytes: int) -> int:

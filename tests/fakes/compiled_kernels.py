@@ -3,9 +3,9 @@
 
     python -m tests.fakes.compiled_kernels
 
-Prints the names of the compiled kernels as a JSON array. Every launch is replaced by a compilation,
-so that results are whatever the memory held. Tests with Triton's interpreter compare results; they
-accept programs that no compiler accepts.
+Prints a JSON object: the name of each kernel, and the most bytes of shared memory that a program of
+it takes. Every launch is replaced by a compilation, so that results are whatever the memory held.
+Tests with Triton's interpreter compare results; they accept programs that no compiler accepts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tandem.models.kernels.gather import Gather
 from tandem.models.kernels.operators import TRITON
 from tandem.models.quantized_operators import HeadLayout, Product
 from tandem.rollout.paged.cache import (
+    HEAD_DIMS,
     PAGE_TOKENS,
     LayerCache,
     PageDivision,
@@ -37,6 +39,7 @@ from tandem.rollout.paged.cache import (
 )
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages
 from tandem.rollout.paged.kernels.sampling import KernelDraws
+from tandem.rollout.paged.kernels.tiles import attend_tiles
 from tandem.rollout.sampler import DrawRule
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -49,7 +52,8 @@ TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
 }
-COMPILED: set[str] = set()
+COMPILED: dict[str, int] = {}
+"""The name of each kernel -> the most bytes of shared memory that a program of it takes."""
 
 
 def compile_launch(
@@ -77,8 +81,10 @@ def compile_launch(
         if is_aligned:
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    assert triton.compile(source, target=TARGET, options=options).asm["cubin"]
-    COMPILED.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
+    compiled = triton.compile(source, target=TARGET, options=options)
+    assert compiled.asm["cubin"]
+    name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+    COMPILED[name] = max(compiled.metadata.shared, COMPILED.get(name, 0))
 
 
 def bf16(*sizes: int) -> torch.Tensor:
@@ -130,7 +136,7 @@ def generate() -> None:
     KernelDraws()(bf16(2, 3000), torch.rand(2), rules=rules, forced={})
     state = RowState.allocate(2, torch.device("cpu"))
     state.numbers[:, RowState.ACTIVE] = 1
-    sizes = {"num_heads": 4, "kv_heads": 2, "head_dim": 128}
+    sizes = {"num_heads": 4, "head_dim": 128}
     division = PageDivision.allocate(2, 3, **sizes, device=torch.device("cpu"))
     rows = RowTables(
         torch.zeros(2, 1, dtype=torch.int32),
@@ -141,10 +147,16 @@ def generate() -> None:
     )
     cache = LayerCache(*(bf16(3, 2, PAGE_TOKENS, 128) for _ in range(2)))
     q_BHE, k_BKE, v_BKE = bf16(2, 4, 128), bf16(2, 2, 128), bf16(2, 2, 128)
-    tiles = Tiles.allocate(2, num_heads=4, head_dim=128, device=torch.device("cpu"))
+    tiles = Tiles.allocate(2, rows_of_tile=32, **sizes, device=torch.device("cpu"))
     for some in (rows, replace(rows, tiles=tiles)):
         divide_pages(some)
         decode_attention(q_BHE, k_BKE, v_BKE=v_BKE, cache=cache, rows=some)
+    for head_dim, dtype in product(HEAD_DIMS, (torch.bfloat16, torch.float32)):
+        if (head_dim, dtype) == (256, torch.float32):
+            continue  # attention without tiles takes as much, and few devices have it
+        pages = [torch.randn(3, 2, PAGE_TOKENS, head_dim).to(dtype) for _ in range(2)]
+        q_BHE = torch.randn(2, 14, head_dim).to(dtype)
+        attend_tiles(q_BHE, LayerCache(*pages), rows=rows, tiles=tiles, num_programs=3)
 
 
 @torch.inference_mode()
@@ -168,7 +180,7 @@ def main() -> None:
     train()
     generate()
     generate_quantized()
-    json.dump(sorted(COMPILED), sys.stdout)
+    json.dump(COMPILED, sys.stdout, sort_keys=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """An estimate of the memory that a run needs on one accelerator of each pool.
 
 It adds up the largest parts, and an allowance for the workspaces of libraries and fragmentation.
-Memory of CPUs is not estimated, because it can be swapped.
+Of the memory of hosts, only what rests there for devices is estimated.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class MemoryPlan:
         cache: the keys and values of all concurrent sequences, with the same exception.
         activations: the activations of the largest micro-batch.
         logits: a chunk of logits of response tokens.
-        host: what rests in the host's memory for this device: weights and optimizer states. It is
-            not part of the total.
+        host: what rests in the host's memory for this device between passes or steps: weights and
+            optimizer states, with ``offload_policy`` also gradients. It is not part of the total.
+            Of Muon, at least so much rests. Of stages of layers, it is the mean.
     """
 
     weights: int = 0
@@ -97,11 +98,21 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """The weights of a model, or of its largest stage of layers, laid out over ranks."""
+    """The weights of a model, or of its largest stage of layers, laid out over ranks.
+
+    Attributes:
+        num_parameters: the number of parameters of the whole model.
+    """
 
     sizes: ModelSizes
     config: FsdpConfig
     ranks: RankLayout
+    num_parameters: int
+
+    @property
+    def mean_of_stages(self) -> float:
+        """The size of a stage in the mean, as a share of the largest one."""
+        return self.num_parameters / (self.ranks.pipeline_parallel * self.sizes.num_parameters)
 
     @property
     def stored(self) -> int:
@@ -205,7 +216,8 @@ class _Model:
 
 
 def _laid_out(sizes: ModelSizes, config: FsdpConfig, *, ranks: RankLayout) -> _Model:
-    return _Model(sizes.of_largest_stage(ranks.layers_of_stages(sizes.num_layers)), config, ranks)
+    largest = sizes.of_largest_stage(ranks.layers_of_stages(sizes.num_layers))
+    return _Model(largest, config, ranks, sizes.num_parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +428,7 @@ def _frozen(model: _Model, placement: Placement) -> tuple[int, int]:
         held, rests = model.computed * model.sizes.num_parameters, model.config.param_offload
     else:
         held, rests = model.held_frozen, model.config.param_offload or model.config.offload_policy
-    return (0, held) if rests else (held, 0)
+    return (0, int(held * model.mean_of_stages)) if rests else (held, 0)
 
 
 def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
@@ -462,7 +474,8 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     )
     activations = max(plan.activations, model.computed * training.tokens * numbers)
     moment = model.stored if optim.moments_dtype == "auto" else BYTES[optim.moments_dtype]
-    optimizer = states = 2 * moment * model.held_trained
+    optimizer = 2 * moment * model.held_trained
+    states = model.stored * model.held_trained if optim.optimizer == "Muon" else optimizer
     plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
     room = activations + LOGITS_BYTES  # while the optimizer steps
     visitors = model.held_trained
@@ -486,12 +499,15 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
         return replace(plan, optimizer=optimizer, host=plan.host + resting)
     plan = replace(plan, gathered=max(plan.gathered, model.gathered_in_training))
     held = model.stored * model.held_trained
-    if model.config.offload_policy:
-        return replace(plan, host=plan.host + 2 * held + states + model.held_base)
     weights = held + model.held_base
-    return replace(
-        plan, weights=weights, gradients=held, optimizer=optimizer, host=plan.host + resting
-    )
+    if model.config.offload_policy:
+        resting = weights + held + states
+    elif model.config.param_offload:
+        resting += weights
+    plan = replace(plan, host=plan.host + int(resting * model.mean_of_stages))
+    if model.config.offload_policy:
+        return plan
+    return replace(plan, weights=weights, gradients=held, optimizer=optimizer)
 
 
 def _recomputed(model: ModelConfig) -> RecomputeGranularity | None:

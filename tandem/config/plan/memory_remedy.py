@@ -116,30 +116,37 @@ def require_host_memory(
     plans = plan(config)
     if fits_host(config, plans, host_bytes=host_bytes):
         return
-    remedy = "Use more devices, or a host with more memory."
-    for overrides in _on_devices(config):
+    resting = resting_bytes(config, plans)
+    keys = [
+        key
+        for key in _offloads(config)
+        if resting_bytes(changed := with_overrides(config, {key: False}), plan(changed)) < resting
+    ]
+    remedy = f"Use a host with {math.ceil(resting / HOST_SHARE / GIB)} GiB, or more nodes."
+    for overrides in (*({key: False} for key in keys), dict.fromkeys(keys, False)):
         changed = with_overrides(config, overrides)
         others = plan(changed)
         is_small = all(own.total <= available_bytes for own in others.values())
         if is_small and fits_host(changed, others, host_bytes=host_bytes):
-            remedy = f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
+            remedy = f"Set {_told(overrides)}."
             break
-    resting = resting_bytes(config, plans) / GIB
     raise UserError(
         "memory of the host",
-        rule=f"the {resting:.0f} GiB of weights and optimizer states that rest there are more than "
-        f"{HOST_SHARE:.0%} of its {host_bytes / GIB:.0f} GiB",
+        rule=f"the {resting / GIB:.0f} GiB of weights and optimizer states that rest there are "
+        f"more than {HOST_SHARE:.0%} of its {host_bytes / GIB:.0f} GiB",
         remedy=remedy,
     )
 
 
-def _on_devices(config: RunConfig | SftConfig) -> Iterator[dict[str, Any]]:
-    """Yield overrides with which less rests on the host."""
-    own = trained_model(config).of_task["actor-train"]
-    offloads = ("param_offload", "optimizer_offload", "offload_policy")
-    resting = [f"{own.section}.{name}" for name in offloads if getattr(own.layout, name)]
-    yield from ({key: False} for key in resting)
-    yield dict.fromkeys(resting, False)
+def _offloads(config: RunConfig | SftConfig) -> list[str]:
+    """Return the keys that let something rest on the host."""
+    names = ("param_offload", "optimizer_offload", "offload_policy")
+    keys = {
+        f"{own.section}.{name}": getattr(own.layout, name)
+        for own in trained_model(config).of_task.values()
+        for name in names
+    }
+    return [key for key, is_on in keys.items() if is_on]
 
 
 def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
@@ -199,15 +206,29 @@ def _remedy(
     available_bytes: int,
     host_bytes: int | None,
 ) -> str:
-    """Return the first candidate that makes the run fit, as a sentence."""
+    """Return the first candidate that makes the run fit, as a sentence, or what else would."""
+    needs_host: tuple[str, float] | None = None
     for candidate in candidates:
         overrides = _for_all(config, candidate)
         changed = with_overrides(config, overrides)
         plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
-        is_small = all(plan.total <= available_bytes for plan in plans.values())
-        if is_small and fits_host(changed, plans, host_bytes=host_bytes):
-            return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
-    return "Use a smaller model, more devices or devices with more memory."
+        if any(plan.total > available_bytes for plan in plans.values()):
+            continue
+        keys = _told(overrides)
+        if fits_host(changed, plans, host_bytes=host_bytes):
+            return f"Set {keys}."
+        needs_host = needs_host or (keys, resting_bytes(changed, plans) / HOST_SHARE / GIB)
+    if needs_host is None or host_bytes is None:
+        return "Use a smaller model, more devices or devices with more memory."
+    keys, needed = needs_host
+    return (
+        f"On a host with {math.ceil(needed)} GiB, set {keys}. This host has "
+        f"{host_bytes / GIB:.0f} GiB."
+    )
+
+
+def _told(overrides: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in overrides.items())
 
 
 def _for_all(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -175,7 +175,6 @@ class PageDivision:
 
     Attributes:
         page_tokens: tokens of a page.
-        group: query heads of a key/value head.
         end_B: int32, the end of each row's pages in the list.
         begin_S: int32, the start of each program in the list, and the end of the last one. Unused
             programs start at the end of the list.
@@ -185,7 +184,6 @@ class PageDivision:
     """
 
     page_tokens: int
-    group: int
     end_B: Tensor
     begin_S: Tensor
     row_S: Tensor
@@ -199,7 +197,6 @@ class PageDivision:
         num_programs: int,
         *,
         num_heads: int,
-        kv_heads: int,
         head_dim: int,
         device: torch.device,
         page_tokens: int = PAGE_TOKENS,
@@ -207,7 +204,6 @@ class PageDivision:
         """Allocate a division, which ``kernels.attention.divide_pages`` fills."""
         return cls(
             page_tokens,
-            num_heads // kv_heads,
             torch.empty(num_rows, dtype=torch.int32, device=device),
             torch.empty(num_programs + 1, dtype=torch.int32, device=device),
             torch.empty(num_programs, dtype=torch.int32, device=device),
@@ -225,13 +221,17 @@ class Tiles:
     """Adjacent rows that have pages in common, which are read once for each tile of rows.
 
     Attributes:
+        num_rows: the most rows of a tile.
         num_pages_B: int32, how many pages of each row, its first ones, its tile reads.
+        tile_B: int32, the tile of each row, -1 for a row without one.
         row_B: int32, the first row of each tile.
         counts_2: int32, the number of tiles, and into how many parts the pages of each are split.
         part_QHE, stats_QH2: fp32 partial results of each part and row, one part after the other.
     """
 
+    num_rows: int
     num_pages_B: Tensor
+    tile_B: Tensor
     row_B: Tensor
     counts_2: Tensor
     part_QHE: Tensor
@@ -239,16 +239,28 @@ class Tiles:
 
     @classmethod
     def allocate(
-        cls, num_rows: int, *, num_heads: int, head_dim: int, device: torch.device
+        cls,
+        num_rows: int,
+        *,
+        rows_of_tile: int,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device,
     ) -> Tiles:
-        """Allocate tiles, which ``kernels.tiles.make_tiles`` fills."""
+        """Allocate tiles for ``num_rows`` rows, which ``kernels.tiles.make_tiles`` fills."""
         num_parts = max(_SPLIT_ROWS, num_rows)
+
+        def integers(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
         return cls(
-            torch.empty(num_rows, dtype=torch.int32, device=device),
-            torch.empty(num_rows, dtype=torch.int32, device=device),
-            torch.empty(2, dtype=torch.int32, device=device),
-            torch.empty((num_parts, num_heads, head_dim), device=device),
-            torch.empty((num_parts, num_heads, 2), device=device),
+            rows_of_tile,
+            num_pages_B=integers(num_rows),
+            tile_B=integers(num_rows),
+            row_B=integers(num_rows),
+            counts_2=integers(2),
+            part_QHE=torch.empty((num_parts, num_heads, head_dim), device=device),
+            stats_QH2=torch.empty((num_parts, num_heads, 2), device=device),
         )
 
     def most_splits(self, num_rows: int) -> int:

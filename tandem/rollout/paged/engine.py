@@ -32,11 +32,10 @@ from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.lock_step import LockStep
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
-from tandem.rollout.paged.kernels.tiles import MOST_GROUP
 from tandem.rollout.paged.prefill import PrefillAttention
 from tandem.rollout.paged.rounds import Round, Rounds
-from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running, num_repeated_pages
-from tandem.rollout.paged.step import DecodeStep, Variant, batch_sizes
+from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running, num_saved_pages
+from tandem.rollout.paged.step import DecodeStep, Variant, batch_sizes, rows_of_tile
 from tandem.rollout.recording import recorder_of, routes_like
 from tandem.rollout.resting import Resting
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
@@ -289,12 +288,12 @@ class PagedRolloutEngine(Resting):
         return self._read(step, rows, launched=launched)
 
     def _shares_pages(self, rows: Sequence[Running]) -> bool:
-        """Return whether the rows have enough pages in common."""
-        shape, config = self._shape, self._decoder.config
-        if config.num_heads > config.num_kv_heads * MOST_GROUP:
-            return False
-        layer_bytes = shape.bytes_per_token * self._page_tokens // shape.num_layers
-        return self._least_shared_bytes <= num_repeated_pages(rows) * layer_bytes
+        """Return whether steps read enough less if tiles of rows read common pages once."""
+        shape, page_tokens = self._shape, self._page_tokens
+        per_tile = rows_of_tile(self._decoder, page_tokens=page_tokens)
+        layer_bytes = shape.bytes_per_token * page_tokens // shape.num_layers
+        saved = num_saved_pages(rows, rows_of_tile=per_tile)
+        return self._least_shared_bytes <= saved * layer_bytes
 
     def _begin_round(self, own: Round, step: DecodeStep, *, shared: bool) -> Round:
         """Return what all processes that divide experts do, for a number of rows that is captured.

@@ -11,7 +11,7 @@ prompt is computed only for the first of them. A sample that may continue leaves
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -406,10 +406,14 @@ class PagedScheduler:
         sequence.holders.remove(sequence)
 
 
-def num_repeated_pages(rows: Sequence[Running]) -> int:
-    """Return how many pages rows have that another row has, too, but for one row of each prompt."""
-    of_prompts = {row.last_common_page: row.num_common_pages for row in rows}
-    return sum(row.num_common_pages for row in rows) - sum(of_prompts.values())
+def num_saved_pages(rows: Sequence[Running], *, rows_of_tile: int) -> int:
+    """Return how many pages fewer are read if each is read once for ``rows_of_tile`` rows at most
+    that have it in common.
+    """
+    counts = Counter(row.last_common_page for row in rows)
+    lengths = {row.last_common_page: row.num_common_pages for row in rows}
+    tiles = {page: -(-count // max(1, rows_of_tile)) for page, count in counts.items()}
+    return sum((counts[page] - tiles[page]) * lengths[page] for page in counts)
 
 
 def _has_begun(unit: tuple[Running, ...]) -> bool:

@@ -30,6 +30,7 @@ from tandem.rollout.paged.cache import (
 )
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 from tandem.rollout.paged.kernels.sampling import draw_next
+from tandem.rollout.paged.kernels.tiles import tile_heads
 from tandem.rollout.recording import recorder_of
 
 
@@ -40,6 +41,13 @@ def batch_sizes(max_rows: int) -> list[int]:
         size = sizes[-1]
         sizes.append(size + max(8, 1 << max(0, size.bit_length() - 4)))
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def rows_of_tile(decoder: Decoder, *, page_tokens: int) -> int:
+    """Return the most rows for which a common page is read once."""
+    config, itemsize = decoder.config, decoder.lm_head_weight.dtype.itemsize
+    heads = tile_heads(config.head_dim, page_tokens=page_tokens, itemsize=itemsize)
+    return heads // (config.num_heads // config.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +173,16 @@ class DecodeStep:
             max_rows,
             programs,
             num_heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
             page_tokens=page_tokens,
         )
         self._tiles = Tiles.allocate(
-            max_rows, num_heads=config.num_heads, head_dim=config.head_dim, device=device
+            max_rows,
+            rows_of_tile=max(1, rows_of_tile(decoder, page_tokens=page_tokens)),
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            device=device,
         )
 
     def is_captured(self, variant: Variant) -> bool:

@@ -306,8 +306,20 @@ def test_what_rests_on_the_host_is_counted_there() -> None:
     assert one(KL, f"{REF}.param_offload=True").host == 2 * numbers
     held = one(FOUR).weights // 4
     assert one(FOUR, moments).host == 8 * held
+    assert one(FOUR, weights, moments).host == 12 * held
+    assert one(FOUR, moments, MUON).host == 4 * held, "one moment of matrices, at least"
     assert one(FOUR, f"{LAYOUT}.offload_policy=True", moments).host == 16 * held
     assert one(FOUR, KL, f"{REF}.param_offload=True").host == one(FOUR, KL).reference
+
+
+def test_stages_of_unequal_size_rest_on_the_host_as_they_are() -> None:
+    """Of four stages, the first and the last have a large matrix of the vocabulary."""
+    stages = (f"{LAYOUT}.pipeline_model_parallel_size=4", f"{LAYOUT}.fsdp_size=1")
+    untied = replace(sizes(), tied=False)
+    run = config(FOUR, *stages, f"{LAYOUT}.optimizer_offload=True")
+    (plan,) = plan_memory(run, untied).values()
+    assert 4 * plan.host == pytest.approx(8 * untied.num_parameters, rel=1e-6)
+    assert plan.weights > untied.num_parameters, "the largest stage has more than a quarter"
 
 
 def test_all_devices_of_a_node_share_its_memory() -> None:
@@ -338,16 +350,22 @@ def test_a_host_that_is_too_small_is_said_to_be_with_keys_that_fit() -> None:
     assert refusal(needed).endswith(f"Set {weights}=False.")
     assert refusal(3).endswith(f"Set {moments}=False.")
     assert refusal(1).endswith(f"Set {weights}=False {moments}=False.")
-    assert refusal(1, device_gib=20).endswith("Use more devices, or a host with more memory.")
+    assert refusal(1, device_gib=20).endswith("Use a host with 7 GiB, or more nodes.")
 
 
-def test_a_remedy_for_devices_fits_the_host_too() -> None:
+def test_a_reference_that_rests_on_a_small_host_has_a_remedy_of_its_own() -> None:
+    run = config(KL, f"{REF}.param_offload=True")
+    with pytest.raises(UserError, match=rf"Set {REF}\.param_offload=False\.$"):
+        require_host_memory(run, sizes(), available_bytes=80 * GIB, host_bytes=GIB // 2)
+
+
+def test_a_remedy_for_devices_fits_the_host_or_says_what_host_it_needs() -> None:
     large = replace(sizes(), num_layers=300)
-    run = config()
-    for host_bytes, offloads in ((None, True), (1000 * GIB, True), (10 * GIB, False)):
-        with pytest.raises(UserError) as caught:
-            require_memory(run, large, available_bytes=90 * GIB, host_bytes=host_bytes)
-        assert ("optimizer_offload=True" in str(caught.value)) == offloads
+    offloads = r"Set .*param_offload=True \S*optimizer_offload=True\.$"
+    small = r"On a host with \d+ GiB, set .*optimizer_offload=True\. This host has 10 GiB\.$"
+    for host_bytes, remedy in ((None, offloads), (1000 * GIB, offloads), (10 * GIB, small)):
+        with pytest.raises(UserError, match=remedy):
+            require_memory(config(), large, available_bytes=90 * GIB, host_bytes=host_bytes)
 
 
 def test_what_generates_in_turns_with_training_keeps_its_cache_with_every_batch_begun() -> None:

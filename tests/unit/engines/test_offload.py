@@ -166,14 +166,44 @@ def test_memory_is_allocated_before_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     assert taken[2].untyped_storage().data_ptr() == taken[3].untyped_storage().data_ptr()
 
 
-def test_missing_memory_is_an_error_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_refused_is_an_error_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No other piece is asked for after the first refusal."""
+    asked: list[int] = []
+
     def refuse(num_bytes: int, *, device_type: str) -> Tensor:
+        asked.append(num_bytes)
         raise RuntimeError(f"no {num_bytes} bytes for {device_type}")
 
     monkeypatch.setattr(offload, "page_locked_zeros", refuse)
-    memory = HostMemory([512], device=torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="no 512 bytes for cpu"):
-        memory.zeros_like(torch.empty(512, dtype=torch.uint8))
+    monkeypatch.setattr(offload, "_LARGEST_PIECE", 512)
+    memory = HostMemory([512, 512, 512], device=torch.device("cpu"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no 512 bytes for cpu"):
+            memory.zeros_like(torch.empty(512, dtype=torch.uint8))
+    assert asked == [512]
+
+
+def test_no_more_memory_is_allocated_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+    sizes: list[int] = []
+
+    def allocate(num_bytes: int, *, device_type: str) -> Tensor:
+        sizes.append(num_bytes)
+        begun.release()
+        assert may_go_on.wait(60)
+        return page_locked_zeros(num_bytes, device_type=device_type)
+
+    monkeypatch.setattr(offload, "page_locked_zeros", allocate)
+    monkeypatch.setattr(offload, "_LARGEST_PIECE", 512)
+    memory = HostMemory([512] * 4, device=torch.device("cpu"))
+    assert begun.acquire(timeout=60)
+    (thread,) = (one for one in threading.enumerate() if one.name == "host_memory")
+    del memory
+    may_go_on.set()
+    thread.join(60)
+    assert not thread.is_alive() and sizes == [512]
 
 
 @pytest.mark.parametrize("total_training_steps", [0, 5])

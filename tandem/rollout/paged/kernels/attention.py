@@ -39,7 +39,7 @@ def divide_pages(rows: RowTables) -> None:
     division, num_rows, tiles = rows.division, len(rows.position_B), rows.tiles
     programs = len(division.row_S)
     if tiles is not None:
-        make_tiles(rows, tiles, group=division.group, num_programs=programs)
+        make_tiles(rows, tiles, num_programs=programs)
     _divide[(1,)](
         rows.position_B,
         rows.active_B,

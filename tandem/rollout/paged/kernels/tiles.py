@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """Triton kernels: pages that several rows have in common are read once for a tile of rows.
 
 The samples of a prompt have its full pages in common. A tile is adjacent rows of one prompt, as
-many as have 64 query heads of a key/value head. Its pages are split among programs; each row adds
-the parts that were found for it to what it finds in its own pages (Hydragen, arXiv:2402.05099).
+many as have 64 query heads of a key/value head (``tile_heads``). Its pages are split among
+programs; each row adds the parts that were found for it to what it finds in its own pages
+(Hydragen, arXiv:2402.05099).
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, E head dimension, M heads of a tile.
 """
@@ -19,16 +20,20 @@ from torch import Tensor
 from tandem.rollout.paged.cache import LayerCache, RowTables, Tiles
 from tandem.rollout.paged.kernels.parts import add_page, store_part
 
-_TILE_HEADS = 64
-MOST_GROUP = _TILE_HEADS // 2
-"""The most query heads of a key/value head with which a tile has several rows."""
+_SHARED_MEMORY = 96 << 10
+"""The bytes near a processor that a tile's queries and a page's keys and values may take."""
 
 
-def make_tiles(rows: RowTables, tiles: Tiles, *, group: int, num_programs: int) -> None:
+def tile_heads(head_dim: int, *, page_tokens: int, itemsize: int) -> int:
+    """Return the query heads of a tile: 64, or fewer where large numbers leave no room for them."""
+    room = _SHARED_MEMORY // (head_dim * itemsize) - 2 * page_tokens
+    return 64 if room >= 64 else 32 if room >= 32 else 16
+
+
+def make_tiles(rows: RowTables, tiles: Tiles, *, num_programs: int) -> None:
     """Fill ``tiles`` for the rows.
 
     Args:
-        group: query heads of a key/value head, at most ``MOST_GROUP``.
         num_programs: programs of a key/value head among which pages are split.
     """
     num_rows = len(rows.position_B)
@@ -36,6 +41,7 @@ def make_tiles(rows: RowTables, tiles: Tiles, *, group: int, num_programs: int) 
         rows.shared_B,
         rows.table_BN,
         tiles.num_pages_B,
+        tiles.tile_B,
         tiles.row_B,
         tiles.counts_2,
         num_rows,
@@ -43,7 +49,7 @@ def make_tiles(rows: RowTables, tiles: Tiles, *, group: int, num_programs: int) 
         rows.shared_B.stride(0),
         rows.table_BN.stride(0),
         ROWS=triton.next_power_of_2(num_rows),
-        TILE_ROWS=_TILE_HEADS // group,
+        TILE_ROWS=tiles.num_rows,
         MOST_SPLITS=tiles.most_splits(num_rows),
         num_warps=8,
     )
@@ -55,12 +61,14 @@ def attend_tiles(
     """Attend to the pages of all tiles, and store a part for each split and row."""
     num_rows, num_heads, head_dim = q_BHE.shape
     kv_heads, page_tokens = cache.keys.shape[1:3]
+    itemsize = q_BHE.dtype.itemsize
     _attend_tiles[(num_programs, kv_heads)](
         q_BHE,
         cache.keys,
         cache.values,
         rows.table_BN,
-        rows.shared_B,
+        tiles.num_pages_B,
+        tiles.tile_B,
         tiles.row_B,
         tiles.counts_2,
         tiles.part_QHE,
@@ -68,16 +76,15 @@ def attend_tiles(
         num_rows,
         q_BHE.stride(0),
         rows.table_BN.stride(0),
-        rows.shared_B.stride(0),
         head_dim**-0.5,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
-        TILE_HEADS=_TILE_HEADS,
+        TILE_HEADS=tile_heads(head_dim, page_tokens=page_tokens, itemsize=itemsize),
         HEAD_DIM=head_dim,
         PAGE=page_tokens,
         PRECISION="ieee" if q_BHE.dtype == torch.float32 else "tf32",
         num_warps=4 if head_dim <= 128 else 8,
-        num_stages=2,
+        num_stages=2 if head_dim * itemsize <= 256 else 1,
     )
 
 
@@ -102,6 +109,7 @@ def _make_tiles(
     shared_ptr,
     table_ptr,
     num_pages_ptr,
+    tile_ptr,
     row_ptr,
     counts_ptr,
     num_rows,
@@ -122,8 +130,9 @@ def _make_tiles(
     tl.store(num_pages_ptr + row, num_pages.to(tl.int32), mask=row < num_rows)
     first = tl.associative_scan(tl.where(follows, -1, row), 0, _larger)
     begins = has_tile & ((row - first) % TILE_ROWS == 0)
-    index = tl.cumsum(begins.to(tl.int32), 0) - 1
-    tl.store(row_ptr + index, row, mask=begins)
+    tile = tl.cumsum(begins.to(tl.int32), 0) - 1
+    tl.store(tile_ptr + row, tl.where(has_tile, tile, -1), mask=row < num_rows)
+    tl.store(row_ptr + tile, row, mask=begins)
     num_tiles = tl.sum(begins.to(tl.int32), 0)
     splits = tl.minimum(tl.maximum(num_programs // tl.maximum(num_tiles, 1), 1), MOST_SPLITS)
     tl.store(counts_ptr, num_tiles)
@@ -136,7 +145,8 @@ def _attend_tiles(
     keys_ptr,
     values_ptr,
     table_ptr,
-    shared_ptr,
+    num_pages_ptr,
+    tile_ptr,
     row_ptr,
     counts_ptr,
     part_ptr,
@@ -144,7 +154,6 @@ def _attend_tiles(
     num_rows,
     q_stride,
     table_stride,
-    state_stride,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -160,13 +169,13 @@ def _attend_tiles(
     t = tl.arange(0, PAGE)
     head_m = head * GROUP + m % GROUP
     for item in range(tl.program_id(0), tl.load(counts_ptr) * splits, tl.num_programs(0)):
-        split = item % splits
-        first = tl.load(row_ptr + item // splits)
-        num_pages = tl.load(shared_ptr + first * state_stride).to(tl.int32)
+        split, tile = item % splits, item // splits
+        first = tl.load(row_ptr + tile)
+        num_pages = tl.load(num_pages_ptr + first)
         pages_ptr = table_ptr + first.to(tl.int64) * table_stride
         row = first + m // GROUP
-        last = _last_shared(shared_ptr, table_ptr, row, num_rows, state_stride, table_stride)
-        valid = (m < TILE_HEADS // GROUP * GROUP) & (last == tl.load(pages_ptr + num_pages - 1))
+        inside = (row < num_rows) & (m < TILE_HEADS // GROUP * GROUP)
+        valid = tl.load(tile_ptr + row, mask=inside, other=-1) == tile
         q_offset = row.to(tl.int64)[:, None] * q_stride + head_m[:, None] * HEAD_DIM + e[None, :]
         q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
         top = tl.full([TILE_HEADS], -1e30, tl.float32)

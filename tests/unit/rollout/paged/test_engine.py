@@ -153,7 +153,8 @@ class Tiled:
 
     def divide(self, rows: RowTables) -> None:
         divide_pages(rows)
-        self.steps.append([] if rows.tiles is None else rows.tiles.num_pages_B.tolist())
+        tiles, size = rows.tiles, len(rows.position_B)
+        self.steps.append([] if tiles is None else tiles.num_pages_B[:size].tolist())
 
 
 @pytest.fixture
@@ -225,15 +226,22 @@ def test_further_turns_share_the_pages_of_the_first_prompt(decoder: Decoder, til
     assert [2, 2, 2] in tiled.steps
 
 
-def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> None:
+@pytest.mark.parametrize("num_common", [0, 1])
+def test_preempted_sequences_continue_with_the_same_tokens(
+    decoder: Decoder, tiled: Tiled, num_common: int
+) -> None:
     sampling = replace(SAMPLED, max_new_tokens=13, ignore_eos=True)
-    requests = [_request(0, n=2, length=PAGE_TOKENS - 11, sampling=sampling)]
-    config = replace(CONFIG, max_cache_bytes=3 * PAGE_BYTES)
-    engine = PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
+    length = (1 + num_common) * PAGE_TOKENS - 11
+    requests = [_request(0, n=2, length=length, sampling=sampling)]
+    config = replace(CONFIG, max_cache_bytes=(3 + num_common) * PAGE_BYTES)
+    engine = PagedRolloutEngine(
+        decoder, config, make_capturer=eager, num_multiprocessors=1, least_shared_bytes=1
+    )
     engine.add(requests)
     completions = drain_by_sample(engine)
     assert engine.metrics()["num_preempted"] == 1
     _assert_same(completions, _expected(decoder, requests))
+    assert ([1, 1] in tiled.steps) == bool(num_common)
 
 
 def test_longer_requests_may_come_while_others_are_under_way(decoder: Decoder) -> None:

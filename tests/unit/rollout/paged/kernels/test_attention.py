@@ -20,7 +20,7 @@ from tandem.rollout.paged.cache import (
     Tiles,
 )
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
-from tandem.rollout.paged.kernels.tiles import MOST_GROUP
+from tandem.rollout.paged.kernels.tiles import tile_heads
 
 UNUSED = float("nan")
 """What stands where nobody may read."""
@@ -68,7 +68,6 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
         num_rows,
         sizes.programs,
         num_heads=heads,
-        kv_heads=kv_heads,
         head_dim=sizes.head_dim,
         device=device,
     )
@@ -215,7 +214,14 @@ def _share(case: Case, groups: list[Group]) -> Tiles:
     num_rows, num_heads, head_dim = case.q_BHE.shape
     assert row == num_rows
     device = case.q_BHE.device
-    tiles = Tiles.allocate(num_rows, num_heads=num_heads, head_dim=head_dim, device=device)
+    heads = tile_heads(head_dim, page_tokens=PAGE_TOKENS, itemsize=case.q_BHE.dtype.itemsize)
+    tiles = Tiles.allocate(
+        num_rows,
+        rows_of_tile=heads // (num_heads // case.k_BKE.shape[1]),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        device=device,
+    )
     tiles.part_QHE.fill_(UNUSED)
     tiles.stats_QH2.fill_(UNUSED)
     case.rows = replace(rows, tiles=tiles)
@@ -273,7 +279,7 @@ def test_shared_pages_in_half_precision(head_dim: int, device: torch.device) -> 
 
 
 def test_a_tile_has_two_rows_with_the_largest_group(device: torch.device) -> None:
-    sizes = Sizes(kv_heads=1, group=MOST_GROUP, programs=2)
+    sizes = Sizes(kv_heads=1, group=32, programs=2)
     case = _case([70] * 4, sizes, device=device)
     tiles = _share(case, [Group(4, 1)])
     _check(case)
