@@ -182,6 +182,8 @@ def _generate_in_pages(
         make_capturer=_running_capturer,
         num_multiprocessors=1,
         lock_step=lock_step,
+        page_tokens=8,
+        least_shared_bytes=1,  # so that a process reads pages once where another has none in common
     )
     if lock_step is None:
         return _generate(engine, rounds), 0.0
