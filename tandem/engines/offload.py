@@ -54,7 +54,8 @@ class HostMemory:
         pieces = list(zip(self._pieces, self._lengths, strict=True))
         threading.Thread(
             target=_allocate_all,
-            args=(pieces, device, is_freed),
+            args=(pieces, device),
+            kwargs={"is_freed": is_freed},
             name="host_memory",
             daemon=True,
         ).start()
@@ -71,7 +72,7 @@ class HostMemory:
         index, begin = self._reserve(_aligned(num_bytes))
         if index == num_pieces:  # there is more than the sizes said
             added = [(self._pieces[index], self._lengths[index])]
-            _allocate_all(added, self._device, threading.Event())
+            _allocate_all(added, self._device, is_freed=threading.Event())
         piece = self._pieces[index].result()
         return piece[begin : begin + num_bytes].view(dtype).view(tensor.shape)
 
@@ -88,7 +89,10 @@ class HostMemory:
 
 
 def _allocate_all(
-    pieces: Sequence[tuple[Future[Tensor], int]], device: torch.device, is_freed: threading.Event
+    pieces: Sequence[tuple[Future[Tensor], int]],
+    device: torch.device,
+    *,
+    is_freed: threading.Event,
 ) -> None:
     """Give each piece its memory, or the error that ended this."""
     try:
@@ -98,7 +102,7 @@ def _allocate_all(
             if is_freed.is_set():
                 return
             piece.set_result(page_locked_zeros(num_bytes, device_type=device.type))
-    except Exception as error:
+    except (RuntimeError, MemoryError) as error:
         for piece, _ in pieces:
             if not piece.done():
                 piece.set_exception(error)

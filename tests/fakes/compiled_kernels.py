@@ -68,8 +68,7 @@ def compile_launch(
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         value, is_fixed = given[parameter.name], parameter.do_not_specialize
-        is_one = type(value) is int and value == 1 and not is_fixed
-        if parameter.is_constexpr or value is None or is_one:
+        if parameter.is_constexpr or (type(value) is int and value == 1 and not is_fixed):
             signature[parameter.name], constants[index,] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):

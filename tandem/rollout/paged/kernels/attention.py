@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.rollout.paged.cache import LayerCache, RowTables, Tiles
+from tandem.rollout.paged.cache import LayerCache, PageDivision, RowTables, Tiles
 from tandem.rollout.paged.kernels.parts import add_page, add_parts, store_part
 from tandem.rollout.paged.kernels.tiles import attend_tiles, make_tiles
 
@@ -43,7 +43,7 @@ def divide_pages(rows: RowTables) -> None:
     _divide[(1,)](
         rows.position_B,
         rows.active_B,
-        None if tiles is None else tiles.num_pages_B,
+        division.end_B if tiles is None else tiles.num_pages_B,
         division.end_B,
         division.begin_S,
         division.row_S,
@@ -53,6 +53,7 @@ def divide_pages(rows: RowTables) -> None:
         PAGE=division.page_tokens,
         ROWS=triton.next_power_of_2(num_rows),
         PROGRAMS=triton.next_power_of_2(programs + 1),
+        TILED=tiles is not None,
         num_warps=8,
     )
 
@@ -88,7 +89,7 @@ def decode_attention(
         o_BHE,
         division.part_S2HE,
         division.stats_S2H2,
-        *_found_by(tiles),
+        *_found_by(tiles, division),
         num_rows * num_heads,
         q_BHE.stride(0),
         k_BKE.stride(0),
@@ -102,6 +103,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         PAGE=division.page_tokens,
         PRECISION="ieee" if q_BHE.dtype == torch.float32 else "tf32",
+        TILED=tiles is not None,
         num_warps=2 if head_dim <= 128 else 4,
         num_stages=3,
     )
@@ -122,9 +124,10 @@ def decode_attention(
     return o_BHE
 
 
-def _found_by(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
+def _found_by(tiles: Tiles | None, division: PageDivision) -> tuple[Tensor, ...]:
+    """Return what tiles have found; without tiles, tensors that nobody reads."""
     if tiles is None:
-        return (None,) * 4
+        return division.end_B, division.end_B, division.part_S2HE, division.stats_S2H2
     return tiles.num_pages_B, tiles.counts_2, tiles.part_QHE, tiles.stats_QH2
 
 
@@ -150,12 +153,13 @@ def _divide(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    TILED: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     valid = row < num_rows
     position = _position(position_ptr, active_ptr, row * state_stride, valid)
     num_pages = tl.cdiv(position, PAGE)
-    if num_tiled_ptr is not None:
+    if TILED:
         num_pages -= tl.load(num_tiled_ptr + row, mask=valid, other=0)
     # A row without pages counts as one page, because a program must compute its new token.
     pages = tl.where(valid, tl.maximum(num_pages, 1), 0).to(tl.int64)
@@ -228,6 +232,7 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILED: tl.constexpr,
 ):
     program = tl.program_id(0)
     head = tl.program_id(1)
@@ -255,7 +260,7 @@ def _attend(
         top, total, weighted = _start(q, k_new, v_new, is_first, scale)
         if is_first & (position >= 0):
             _store(k_new, v_new, keys_ptr, values_ptr, pages_ptr, position, head, KV_HEADS, PAGE)
-        if num_tiled_ptr is not None:
+        if TILED:
             num_tiled = tl.load(num_tiled_ptr + row)
             row_begin -= num_tiled
             place = row * (KV_HEADS * GROUP) + head_g
