@@ -27,6 +27,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.keys import in_override_grammar
 from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.plan.memory import MemoryPlan
 from tandem.config.plan.plan import UNREAD_MODEL, Plan, make_plan
 from tandem.config.schema.data import DataConfig
 from tandem.config.schema.families import (
@@ -258,8 +259,7 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         for pool in plan.placement.pools
     ]
     memory = [
-        (name, ", ".join(f"{part} {gib:.2f}" for part, gib in needed.to_gib().items() if gib))
-        for name, needed in (plan.memory or {}).items()
+        (name, ", ".join(_shown_parts(needed))) for name, needed in (plan.memory or {}).items()
     ]
     defaults = [(key, in_override_grammar(value)) for key, value in plan.verl_defaults.items()]
     unknown = [(key, "unknown key") for key in plan.unknown_keys]
@@ -274,6 +274,12 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("Keys without effect", [*plan.ignored_keys.items(), *unknown]),
         ("Refused", refused),
     )
+
+
+def _shown_parts(memory: MemoryPlan) -> Iterator[str]:
+    for part, gib in memory.to_gib().items():
+        if gib:
+            yield f"{'on the host' if part == 'host' else part} {gib:.2f}"
 
 
 def _shown_devices(pool: Pool, placement: Placement) -> str:

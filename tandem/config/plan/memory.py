@@ -91,8 +91,10 @@ class MemoryPlan:
         return int((sum(asdict(self).values()) - self.host) * ALLOWANCE)
 
     def to_gib(self) -> dict[str, float]:
-        """Return all parts and the total in GiB, rounded."""
-        parts = {**asdict(replace(self, host=0)), "total": self.total, "host": self.host}
+        """Return all parts on the device, their total and what is on the host in GiB, rounded."""
+        parts = asdict(self)
+        on_host = parts.pop("host")
+        parts |= {"total": self.total, "host": on_host}
         return {name: round(value / GIB, 2) for name, value in parts.items()}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,19 @@ def test_the_memory_keys_of_such_devices_are_chosen(
     assert actor["fsdp_config"]["param_offload"], "the configuration is the run's"
     (pool,) = plan["pools"]
     assert pool["memory_gib"]["total"] < 0.92 * 139.8
+    assert pool["memory_gib"]["host"] > 80
     larger = planned([*words, "--memory=1000"], capsys)
     assert OFFLOAD not in larger["run"]["memory keys"]
     assert larger["pools"][0]["memory_gib"]["total"] > pool["memory_gib"]["total"]
+
+
+def test_what_rests_on_the_host_is_told_after_the_total(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*words, "--memory", "139.8"]) == 0
+    text = " ".join(re.sub("[│\n]", " ", capsys.readouterr().out).split())
+    assert re.search(r"total [0-9.]+, on the host [0-9.]+", text)
 
 
 def test_a_run_that_fits_as_it_is_has_no_chosen_keys(
