@@ -117,8 +117,13 @@ def test_more_processes_of_the_host_than_cores_are_said_before_anything_starts(
 
 @pytest.mark.parametrize(("training", "number"), [("cpu", 3), ("musa", 0)])
 def test_of_several_nodes_each_counts_its_own_processes_of_the_host(
-    training: str, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    training: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the run makes its folder
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     head = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
