@@ -94,7 +94,8 @@ def _allocate_all(
     *,
     is_freed: threading.Event,
 ) -> None:
-    """Give each piece its memory, or the error that ended this."""
+    """Give each piece its memory, or the error that ended this: nobody waits for ever."""
+    ended: Exception = RuntimeError("the thread that allocates memory of the host has ended")
     try:
         if device.type != "cpu" and device.index is not None:
             torch.accelerator.set_device_index(device)  # a new thread begins with the first one
@@ -103,9 +104,11 @@ def _allocate_all(
                 return
             piece.set_result(page_locked_zeros(num_bytes, device_type=device.type))
     except (RuntimeError, MemoryError) as error:
+        ended = error
+    finally:
         for piece, _ in pieces:
             if not piece.done():
-                piece.set_exception(error)
+                piece.set_exception(ended)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -80,7 +80,7 @@ def test_what_rests_on_the_host_is_told_after_the_total(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main([*words, "--memory", "139.8"]) == 0
-    text = " ".join(re.sub("[│\n]", " ", capsys.readouterr().out).split())
+    text = " ".join(re.sub("[\u2502\n]", " ", capsys.readouterr().out).split())
     assert re.search(r"total [0-9.]+, on the host [0-9.]+", text)
 
 

@@ -185,6 +185,20 @@ def test_memory_that_is_refused_is_an_error_where_it_is_asked_for(
     assert asked == [512]
 
 
+def test_a_thread_that_ends_by_a_mistake_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.SimpleQueue[type[BaseException]] = queue.SimpleQueue()
+
+    def mistake(num_bytes: int, *, device_type: str) -> Tensor:
+        raise KeyError(num_bytes, device_type)
+
+    monkeypatch.setattr(threading, "excepthook", lambda ended: told.put(ended.exc_type))
+    monkeypatch.setattr(offload, "page_locked_zeros", mistake)
+    memory = HostMemory([512], device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="has ended"):
+        memory.zeros_like(torch.empty(512, dtype=torch.uint8))
+    assert told.get(timeout=60) is KeyError, "the mistake is told"
+
+
 def test_no_more_memory_is_allocated_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on = threading.Semaphore(0), threading.Event()
     sizes: list[int] = []
@@ -197,9 +211,10 @@ def test_no_more_memory_is_allocated_once_nobody_wants_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(offload, "page_locked_zeros", allocate)
     monkeypatch.setattr(offload, "_LARGEST_PIECE", 512)
+    before = set(threading.enumerate())
     memory = HostMemory([512] * 4, device=torch.device("cpu"))
     assert begun.acquire(timeout=60)
-    (thread,) = (one for one in threading.enumerate() if one.name == "host_memory")
+    (thread,) = (one for one in threading.enumerate() if one not in before)
     del memory
     may_go_on.set()
     thread.join(60)
