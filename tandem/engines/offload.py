@@ -30,8 +30,8 @@ class HostMemory:
     a power of two, which would take twice as much for most tensors. A file of such tensors has
     whole pieces, which are therefore no larger than needed.
 
-    The thread ends when all pieces are allocated, after the first that is refused, or after the
-    one that it allocates when this object is freed. The end of the process does not wait for it.
+    The thread stops when all pieces are allocated or one is refused. If this object is freed or the
+    process ends, it stops after the current piece.
     """
 
     def __init__(self, sizes: Iterable[int], *, device: torch.device) -> None:
@@ -57,7 +57,6 @@ class HostMemory:
             args=(pieces, device),
             kwargs={"is_freed": is_freed},
             name="host_memory",
-            daemon=True,
         ).start()
 
     def zeros_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -100,7 +99,7 @@ def _allocate_all(
         if device.type != "cpu" and device.index is not None:
             torch.accelerator.set_device_index(device)  # a new thread begins with the first one
         for piece, num_bytes in pieces:
-            if is_freed.is_set():
+            if is_freed.is_set() or not threading.main_thread().is_alive():
                 return
             piece.set_result(page_locked_zeros(num_bytes, device_type=device.type))
     except (RuntimeError, MemoryError) as error:

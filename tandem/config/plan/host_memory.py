@@ -12,8 +12,8 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
 HOST_SHARE = 0.9
-"""The share of the host's memory for what rests there. The rest is for the processes themselves. It
-is chosen, not measured.
+"""The share of the host's memory that offloaded data may take. The remainder is for the processes.
+It is chosen, not measured.
 """
 
 

@@ -69,7 +69,7 @@ class MemoryPlan:
         logits: a chunk of logits of response tokens.
         host: what rests in the host's memory for this device between passes or steps: weights and
             optimizer states, with ``offload_policy`` also gradients. It is not part of the total.
-            Of Muon, at least so much rests. Of stages of layers, it is the mean.
+            For Muon, it is a lower bound. With several stages of layers, it is the mean over them.
     """
 
     weights: int = 0
@@ -224,12 +224,18 @@ def _laid_out(sizes: ModelSizes, config: FsdpConfig, *, ranks: RankLayout) -> _M
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A model in training, whose largest micro-batch has ``tokens`` tokens on a device."""
+    """A model in training, whose largest micro-batch has ``tokens`` tokens on a device.
+
+    Attributes:
+        always_trains: whether nothing else is done on its devices, so that ``param_offload`` has no
+            effect on several of them.
+    """
 
     model: _Model
     optim: OptimConfig
     recomputed: RecomputeGranularity | None
     tokens: int
+    always_trains: bool = False
 
 
 def plan_memory(
@@ -437,7 +443,8 @@ def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
     own = trained_model(config).of_task["actor-train"]
     assert own.optim is not None, "a model in training has an optimizer"
     tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
-    return _Training(model, own.optim, _recomputed(own.config), tokens)
+    always_trains = isinstance(config, SftConfig)
+    return _Training(model, own.optim, _recomputed(own.config), tokens, always_trains)
 
 
 def _with_auxiliary(
@@ -504,7 +511,7 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     weights = held + model.held_base
     if model.config.offload_policy:
         resting = weights + held + states
-    elif model.config.param_offload:
+    elif model.config.param_offload and not training.always_trains:
         resting += weights
     plan = replace(plan, host=plan.host + int(resting * model.mean_of_stages))
     if model.config.offload_policy:

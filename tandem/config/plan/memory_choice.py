@@ -4,8 +4,9 @@ offloading and the share of the device for generation.
 
 Only keys that the user has left alone are chosen, and only such as change no result but rounding.
 Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
-The share for generation is lowered only if the run would be refused otherwise. The memory of the
-device and of its host decide, not what is free of it, so that a run can be repeated.
+The share for generation is lowered only if the run would be refused otherwise. The choice depends
+on the total memory of the device and its host, not on how much is free, so that a run can be
+repeated.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, combinations
 from typing import Any
 
 from tandem.config.derived.microbatches import (
@@ -117,13 +118,9 @@ def require_host_memory(
     if fits_host(config, plans, host_bytes=host_bytes):
         return
     resting = resting_bytes(config, plans)
-    keys = [
-        key
-        for key in _offloads(config)
-        if resting_bytes(changed := with_overrides(config, {key: False}), plan(changed)) < resting
-    ]
     remedy = f"Use a host with {math.ceil(resting / HOST_SHARE / GIB)} GiB, or more nodes."
-    for overrides in (*({key: False} for key in keys), dict.fromkeys(keys, False)):
+    for keys in _subsets(_offloads(config)):
+        overrides = dict.fromkeys(keys, False)
         changed = with_overrides(config, overrides)
         others = plan(changed)
         is_small = all(own.total <= available_bytes for own in others.values())
@@ -132,14 +129,19 @@ def require_host_memory(
             break
     raise UserError(
         "memory of the host",
-        rule=f"the {resting / GIB:.0f} GiB of weights and optimizer states that rest there are "
-        f"more than {HOST_SHARE:.0%} of its {host_bytes / GIB:.0f} GiB",
+        rule=f"what offloading keeps there ({resting / GIB:.0f} GiB) is more than {HOST_SHARE:.0%} "
+        f"of its {host_bytes / GIB:.0f} GiB",
         remedy=remedy,
     )
 
 
+def _subsets(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield all sets of some of the keys, the smallest first."""
+    return chain.from_iterable(combinations(keys, size) for size in range(1, len(keys) + 1))
+
+
 def _offloads(config: RunConfig | SftConfig) -> list[str]:
-    """Return the keys that let something rest on the host."""
+    """Return the offload keys that are on. Some may have no effect in this run."""
     names = ("param_offload", "optimizer_offload", "offload_policy")
     keys = {
         f"{own.section}.{name}": getattr(own.layout, name)

@@ -26,7 +26,7 @@ PAGE_TOKENS = CACHE_PAGE_TOKENS
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """The head dimensions that have attention kernels."""
 _SPLIT_ROWS = 1024
-"""For how many rows ``Tiles`` have room, if a row counts once for each part of its pages."""
+"""The least number of partial results, one for each row and split, that ``Tiles`` have room for."""
 _MOST_SPLITS = 8
 
 
@@ -222,7 +222,8 @@ class Tiles:
 
     Attributes:
         num_rows: the most rows of a tile.
-        num_pages_B: int32, how many pages of each row, its first ones, its tile reads.
+        num_pages_B: int32, the number of leading pages of each row that its tile reads; 0 without a
+            tile.
         tile_B: int32, the tile of each row, -1 for a row without one.
         row_B: int32, the first row of each tile.
         counts_2: int32, the number of tiles, and into how many parts the pages of each are split.

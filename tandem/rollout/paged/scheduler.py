@@ -407,8 +407,8 @@ class PagedScheduler:
 
 
 def num_saved_pages(rows: Sequence[Running], *, rows_of_tile: int) -> int:
-    """Return how many pages fewer are read if each is read once for ``rows_of_tile`` rows at most
-    that have it in common.
+    """Return how many reads of pages tiles save. A tile has at most ``rows_of_tile`` rows and reads
+    each of their common pages once.
     """
     counts = Counter(row.last_common_page for row in rows)
     lengths = {row.last_common_page: row.num_common_pages for row in rows}

@@ -309,6 +309,9 @@ def test_what_rests_on_the_host_is_counted_there() -> None:
     held = one(FOUR).weights // 4
     assert one(FOUR, moments).host == 8 * held
     assert one(FOUR, weights, moments).host == 12 * held
+    supervised = load_config(SftConfig, ["trainer.n_gpus_per_node=4", "engine.param_offload=True"])
+    (plan,) = plan_memory(supervised.config, sizes()).values()
+    assert plan.host == 0, "every step of sft uses the weights"
     assert one(FOUR, moments, MUON).host == 4 * held, "one moment of matrices, at least"
     assert one(FOUR, f"{LAYOUT}.offload_policy=True", moments).host == 16 * held
     assert one(FOUR, KL, f"{REF}.param_offload=True").host == one(FOUR, KL).reference
@@ -348,11 +351,32 @@ def test_a_host_that_is_too_small_is_said_to_be_with_keys_that_fit() -> None:
     require_host_memory(
         run, sizes(), available_bytes=80 * GIB, host_bytes=int(needed / 0.9 * GIB) + 2
     )
-    assert f"the {needed:.0f} GiB of weights and optimizer states" in refusal(needed)
+    assert f"what offloading keeps there ({needed:.0f} GiB)" in refusal(needed)
     assert refusal(needed).endswith(f"Set {weights}=False.")
     assert refusal(3).endswith(f"Set {moments}=False.")
     assert refusal(1).endswith(f"Set {weights}=False {moments}=False.")
     assert refusal(1, device_gib=20).endswith("Use a host with 7 GiB, or more nodes.")
+
+
+def test_a_remedy_turns_off_as_few_offloads_as_fit() -> None:
+    """``optimizer_offload`` counts only once ``offload_policy`` is off."""
+    keys = [f"{LAYOUT}.{name}" for name in ("optimizer_offload", "offload_policy")]
+    run = config(FOUR, *(f"{key}=True" for key in keys))
+    both = rf"Set {keys[0]}=False {keys[1]}=False\.$"
+    with pytest.raises(UserError, match=both):
+        require_host_memory(run, sizes(), available_bytes=80 * GIB, host_bytes=3 * GIB)
+    three = [f"{LAYOUT}.param_offload", f"{LAYOUT}.optimizer_offload", f"{REF}.param_offload"]
+
+    def device_bytes(*off: str) -> int:
+        return one(KL, *(f"{key}={key not in off}" for key in three)).total
+
+    pair, every = device_bytes(*three[1:]), device_bytes(*three)
+    assert pair < every
+    run = config(KL, *(f"{key}=True" for key in three))
+    with pytest.raises(UserError, match=rf"Set {three[1]}=False {three[2]}=False\.$"):
+        require_host_memory(
+            run, sizes(), available_bytes=(pair + every) // 2, host_bytes=int(2.5 * GIB)
+        )
 
 
 def test_a_reference_that_rests_on_a_small_host_has_a_remedy_of_its_own() -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,6 +199,19 @@ def test_a_thread_that_ends_by_a_mistake_lets_nobody_wait(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="has ended"):
         memory.zeros_like(torch.empty(512, dtype=torch.uint8))
     assert told.get(timeout=60) is KeyError, "the mistake is told"
+
+
+def test_the_end_of_a_process_waits_for_one_piece_only() -> None:
+    """An interpreter that ends while torch allocates in a thread of its own would be aborted."""
+    program = (
+        "import sys, torch\n"
+        "from tandem.engines import offload\n"
+        "offload._LARGEST_PIECE = 1 << 27\n"
+        "memory = offload.HostMemory([1 << 27] * 40, device=torch.device('cpu'))\n"
+        "sys.exit(2)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, b"")
 
 
 def test_no_more_memory_is_allocated_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@ from tandem.rollout.paged.cache import LayerCache, RowTables, Tiles
 from tandem.rollout.paged.kernels.parts import add_page, store_part
 
 _SHARED_MEMORY = 96 << 10
-"""The bytes near a processor that a tile's queries and a page's keys and values may take."""
+"""The bytes of shared memory for the queries of a tile and the keys and values of a page."""
 
 
 def tile_heads(head_dim: int, *, page_tokens: int, itemsize: int) -> int:
-    """Return the query heads of a tile: 64, or fewer where large numbers leave no room for them."""
+    """Return the query heads of a tile: 64, or fewer if heads are too wide for shared memory; at
+    least 16.
+    """
     room = _SHARED_MEMORY // (head_dim * itemsize) - 2 * page_tokens
     return 64 if room >= 64 else 32 if room >= 32 else 16
 
