@@ -9,8 +9,9 @@ warm-up (compilation, graph capture) and not counted. With ``--rows``, sequences
 follow each other in so many rows instead, as in asynchronous runs: the rate once they are of all
 ages. The floor adds up, position by position, the larger of matrix products at the measured rate
 and bytes (weights, cached keys and values) at the measured copy rate; where lengths are drawn, for
-the rows that are expected to be left. It is that of bf16, also with ``--quantization``, and does
-not count adapters. Routers of experts are balanced (``shapes.plant_balance``).
+the rows that are expected to be left. It counts the keys and values of a prompt for each of its
+samples. It is that of bf16, also with ``--quantization``, and does not count adapters. Routers of
+experts are balanced (``shapes.plant_balance``).
 """
 
 import argparse

@@ -349,17 +349,28 @@ def fitted(
     sizes = known["actor-train"]
     if not site.platform.has_own_memory or sizes is None:
         return site
+    auxiliary_sizes = {name: own for name in others if (own := known[name]) is not None}
+    return _fitted_to_memory(site, model, sizes=sizes, auxiliary=auxiliary_sizes)
+
+
+def _fitted_to_memory(
+    site: RunSite,
+    model: ModelFolder,
+    *,
+    sizes: ModelSizes,
+    auxiliary: Mapping[str, ModelSizes],
+) -> RunSite:
+    """Return the site with the memory keys that a run sets itself. Require that it fits."""
     available_bytes = site.platform.total_memory_bytes()
     is_here = site.config.trainer.nnodes == 1  # the hosts of other nodes may have other memory
     host_bytes = host_memory_bytes() if is_here else None
-    own_sizes = {name: own for name in others if (own := known[name]) is not None}
     recomputes_parts = model.decoder_config is not None
     has_pages = site.platform.kernels == "triton" and recomputes_parts
     by_megatron = mcore_key(site.config, site.placement) is not None
     site = _with_memory_keys(
         site,
         sizes,
-        auxiliary=own_sizes,
+        auxiliary=auxiliary,
         available_bytes=available_bytes,
         host_bytes=host_bytes,
         recomputes_parts=recomputes_parts,
@@ -368,7 +379,7 @@ def fitted(
     require_memory(
         site.config,
         sizes,
-        auxiliary=own_sizes,
+        auxiliary=auxiliary,
         available_bytes=available_bytes,
         host_bytes=host_bytes,
         recomputes_parts=recomputes_parts,
@@ -377,12 +388,12 @@ def fitted(
         require_host_memory(
             site.config,
             sizes,
-            auxiliary=own_sizes,
+            auxiliary=auxiliary,
             available_bytes=available_bytes,
             host_bytes=host_bytes,
         )
     if has_pages and isinstance(site.config, RunConfig):
-        _check_cache(site.config, sizes, auxiliary=own_sizes, available_bytes=available_bytes)
+        _check_cache(site.config, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
     return site
 
 

@@ -11,6 +11,7 @@ pages of a block table, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -177,13 +178,6 @@ class DecodeStep:
             device=device,
             page_tokens=page_tokens,
         )
-        self._tiles = Tiles.allocate(
-            max_rows,
-            rows_of_tile=max(1, rows_of_tile(decoder, page_tokens=page_tokens)),
-            num_heads=config.num_heads,
-            head_dim=config.head_dim,
-            device=device,
-        )
 
     def is_captured(self, variant: Variant) -> bool:
         """Return whether a variant of the step has been captured."""
@@ -209,6 +203,18 @@ class DecodeStep:
     def logits(self, h_BD: Tensor) -> Tensor:
         """Return logits (B, V), fp32."""
         return self._buffers.logits(h_BD)
+
+    @cached_property
+    def _tiles(self) -> Tiles:
+        """The tiles of the steps that have any. Most engines never need them."""
+        decoder, page_tokens = self._buffers.decoder, self._division.page_tokens
+        return Tiles.allocate(
+            len(self.table_RN),
+            rows_of_tile=rows_of_tile(decoder, page_tokens=page_tokens),
+            num_heads=decoder.config.num_heads,
+            head_dim=decoder.config.head_dim,
+            device=self.table_RN.device,
+        )
 
     def _tables(self, variant: Variant) -> RowTables:
         size = variant.num_rows

@@ -22,6 +22,7 @@ from tandem.rollout.paged.cache import (
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 from tandem.rollout.paged.kernels.tiles import tile_heads
 
+TILED = pytest.mark.parametrize("tiled", [False, True], ids=["each row", "in tiles"])
 UNUSED = float("nan")
 """What stands where nobody may read."""
 
@@ -180,19 +181,26 @@ def test_what_is_beyond_the_context_is_not_looked_at(device: torch.device) -> No
     _check(case)
 
 
-def test_large_scores_do_not_overflow(device: torch.device) -> None:
-    case = _case([180], Sizes(kv_heads=1, programs=2), device=device)
+@TILED
+def test_large_scores_do_not_overflow(tiled: bool, device: torch.device) -> None:
+    case = _case([180, 190], Sizes(kv_heads=1, programs=2), device=device)
+    if tiled:
+        _share(case, [Group(2, 2)])
     case.q_BHE.mul_(1000)
     case.k_BKE.mul_(-1000)
     _check(case, atol=1e-4)
 
 
+@TILED
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_half_precision_and_larger_heads(head_dim: int, device: torch.device) -> None:
+def test_half_precision_and_larger_heads(head_dim: int, tiled: bool, device: torch.device) -> None:
     # The interpreter multiplies matrices of bf16 as if their bits were integers.
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, programs=2, dtype=dtype)
-    _check(_case([190], sizes, device=device), atol=2e-2)
+    case = _case([190] * 3, sizes, device=device)
+    if tiled:
+        _share(case, [Group(3, 2)])
+    _check(case, atol=2e-2)
 
 
 @dataclass(frozen=True)
@@ -259,23 +267,6 @@ def test_inactive_rows_in_and_behind_a_group_change_nothing(device: torch.device
     case.rows.table_BN[5] = case.rows.table_BN[4]  # what an earlier row has left there
     _check(case)
     assert tiles.num_pages_B.tolist() == [2, 2, 2, 2, 2, 0]
-
-
-def test_large_scores_of_shared_pages_do_not_overflow(device: torch.device) -> None:
-    case = _case([180, 190], Sizes(kv_heads=1, programs=2), device=device)
-    _share(case, [Group(2, 2)])
-    case.q_BHE.mul_(1000)
-    case.k_BKE.mul_(-1000)
-    _check(case, atol=1e-4)
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_shared_pages_in_half_precision(head_dim: int, device: torch.device) -> None:
-    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
-    sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, programs=2, dtype=dtype)
-    case = _case([190] * 3, sizes, device=device)
-    _share(case, [Group(3, 2)])
-    _check(case, atol=2e-2)
 
 
 def test_a_tile_has_two_rows_with_the_largest_group(device: torch.device) -> None:
