@@ -44,6 +44,7 @@ from tandem.driver.model_checks import (
     require_local_family,
 )
 from tandem.errors import UserError
+from tandem.metrics.sinks import require_known_loggers
 from tandem.platforms.names import AUTO, VARIABLE, platform_name
 
 OPTIONS = ("--json", "--keys", "--elsewhere")
@@ -128,6 +129,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
     _check_reward_model(loaded.config)
     plan = _plan(loaded, hf_config)
     _check_environment(plan)
+    require_known_loggers(loaded.config.trainer.logger)
     return plan
 
 
@@ -136,6 +138,7 @@ def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
     loaded = load_arguments(SftConfig, arguments)
     plan = _plan(loaded, _local_config(loaded.config))
     _check_environment(plan)
+    require_known_loggers(loaded.config.trainer.logger)
     return plan
 
 

@@ -145,11 +145,22 @@ def require_loggers(names: Sequence[str]) -> None:
         UserError: a logger is unknown, its package is not installed, or a user's sink cannot be
             imported.
     """
+    require_known_loggers(names)
     for name in names:
         if is_dotted(name):
             import_function(_KEY, name, arguments=("settings",))
-            continue
-        if name not in LOGGERS:
+        elif package := LOGGERS[name].package:
+            _require_package(package, name)
+
+
+def require_known_loggers(names: Sequence[str]) -> None:
+    """Check ``trainer.logger`` for a run on another machine.
+
+    Raises:
+        UserError: a logger is unknown.
+    """
+    for name in names:
+        if not is_dotted(name) and name not in LOGGERS:
             raise UserError(
                 _KEY,
                 name,
@@ -157,9 +168,6 @@ def require_loggers(names: Sequence[str]) -> None:
                 remedy=f"Choose among {', '.join(LOGGERS)} and package.module:Sink; "
                 "metrics.jsonl is always written.",
             )
-        package = LOGGERS[name].package
-        if package is not None:
-            _require_package(package, name)
 
 
 def _require_package(package: str, name: str) -> None:

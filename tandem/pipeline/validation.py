@@ -139,11 +139,11 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def validation_sampling(context: RunContext) -> SamplingParams:
-    """Return the sampling parameters of ``rollout.val_kwargs``: greedy unless ``do_sample``."""
+    """Return the sampling parameters of ``rollout.val_kwargs``."""
     rollout = context.config.actor_rollout_ref.rollout
     kwargs = rollout.val_kwargs
     return SamplingParams(
-        temperature=kwargs.temperature if kwargs.do_sample else 0.0,
+        temperature=kwargs.temperature if kwargs.samples else 0.0,
         top_p=kwargs.top_p,
         top_k=kwargs.top_k,
         max_new_tokens=context.config.data.max_response_length,

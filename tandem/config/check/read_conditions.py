@@ -74,7 +74,7 @@ def _draws_nothing(config: RunConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
     if config.actor_rollout_ref.actor.policy_loss.loss_mode == "clip_cov":
         return False  # it chooses tokens at random
-    return not (rollout.do_sample or (rollout.val_kwargs.do_sample and config.data.val_files))
+    return not (rollout.do_sample or (rollout.val_kwargs.samples and config.data.val_files))
 
 
 def _every_seed_is_set(config: Config) -> bool:

@@ -117,6 +117,11 @@ class Key:
     is_number: bool = False
     kind: str = ""
 
+    @property
+    def accepts_null(self) -> bool:
+        """Whether null is a value of its own, or has no effect as all values of the key."""
+        return bool(self.ignored) or self.kind.endswith("null")
+
 
 @cache
 def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:

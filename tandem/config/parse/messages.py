@@ -106,14 +106,22 @@ def empty_value(schema: type[BaseModel], name: str) -> UserError:
     return UserError(name, "", rule="value is empty", remedy=remedy)
 
 
-def not_built(unbuilt: Unbuilt, spelling: str, *, value: Any) -> UserError:
-    """Return the error about a key that asks for a capability that is not built."""
+def not_built(unbuilt: Unbuilt, spelling: str, *, value: Any, is_below: bool = False) -> UserError:
+    """Return the error about a key that asks for a capability that is not built.
+
+    Args:
+        unbuilt: the capability.
+        spelling: the key as it is written.
+        value: its value.
+        is_below: whether the key is below the one of ``unbuilt``, which has the harmless values.
+    """
     default = in_override_grammar(unbuilt.harmless[0])
+    setting = "" if is_below else f", or set {spelling}={default}"
     return UserError(
         spelling,
         value,
         rule=f"{unbuilt.capability} is not built",
-        remedy=unbuilt.remedy or f"Leave the key out, or set {spelling}={default}.",
+        remedy=unbuilt.remedy or f"Leave the key out{setting}.",
     )
 
 

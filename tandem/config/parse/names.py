@@ -57,11 +57,17 @@ ALIASES: dict[str, str] = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
-    "reward.reward_manager": "reward_model.reward_manager",
-    "reward.reward_manager.module.name": "reward_model.reward_loop_class_name",
-    "reward.reward_manager.module.path": "reward_model.reward_loop_module_path",
-    "reward.reward_manager.name": "reward_model.reward_manager",
-    "reward.reward_manager.source": "reward_model.reward_loop_source",
+    **{
+        f"{manager}{part}": f"reward_model.{key}"
+        for manager in ("reward.reward_manager", "reward_manager")
+        for part, key in {
+            "": "reward_manager",
+            ".name": "reward_manager",
+            ".source": "reward_loop_source",
+            ".module.name": "reward_loop_class_name",
+            ".module.path": "reward_loop_module_path",
+        }.items()
+    },
     "reward.reward_model": "reward_model",
     "reward.sandbox_fusion": "reward_model.sandbox_fusion",
     "reward.timeout": "reward.timeout_s",
@@ -76,6 +82,16 @@ ALIASES: dict[str, str] = {
     "trainer.sperated_node_ratios": "trainer.separated_node_ratios",
     "trainer.sperated_node_tasks": "trainer.separated_node_tasks",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+    **{
+        f"{engine}.mixed_precision.param_dtype": f"{engine}.dtype"
+        for engine in (
+            "actor_rollout_ref.actor.fsdp_config",
+            "actor_rollout_ref.ref.fsdp_config",
+            "critic.model.fsdp_config",
+            "reward_model.model.fsdp_config",
+            "engine",
+        )
+    },
     **{
         f"{model}.lora.{part}": f"{model}.{key}"
         for model in ("actor_rollout_ref.model", "critic.model", "reward_model.model", "model")

@@ -51,12 +51,15 @@ from tandem.config.schema.megatron import (
 )
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.config.schema.verl_defaults import LORA, LORA_OF_MEGATRON, is_unset_by_null
 from tandem.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 Tree = dict[str, Any]
 _COMMAND_LINE = Assignment("", None).source
+_NULL, _OTHER_DEFAULT, _READ_DEFAULT, _GIVEN = range(4)
+"""The precedence of the values of two spellings in one place, the lowest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ class _Written:
     def __init__(self, schema: type[BaseModel], spellings: Mapping[str, str]) -> None:
         self._schema = schema
         self._spellings = spellings
+        self._reads_megatron = bool(SPELLINGS.keys() & spellings.keys())
         self.tree: Tree = {}
         self.spellings: dict[str, str] = {}
         self._verl_defaults: dict[str, Any] = {}
@@ -204,8 +208,13 @@ class _Written:
         name = canonical_name(self._schema, assignment.name, spellings=self._spellings)
         if name == "model_engine" and assignment.value == "megatron":
             name = STRATEGY
-        is_value = name in keys_of(self._schema) and not isinstance(assignment.value, Mapping)
-        if is_section(self._schema, name) and assignment.mode is not Mode.RESET and not is_value:
+        is_mapping = isinstance(assignment.value, Mapping)
+        is_value = name in keys_of(self._schema) and not is_mapping
+        is_sections = is_section(self._schema, name) or (
+            # verl has a section where its earlier versions have a key.
+            is_mapping and any(one.startswith(f"{assignment.name}.") for one in self._spellings)
+        )
+        if is_sections and assignment.mode is not Mode.RESET and not is_value:
             self._add_section(name, assignment)
         elif not is_section(self._schema, name) and find_key(self._schema, name) is None:
             self._add_unknown(assignment)
@@ -218,12 +227,14 @@ class _Written:
         """Raise UserError if two spellings of a key have different values in its latest source.
 
         The command line overrides files, but neither may contradict itself. Interpolations
-        (``${...}``) are not compared.
+        (``${...}``), verl's defaults of two spellings and keys without effect are not compared.
         """
         for name, by_spelling in self._latest.items():
+            if _is_without_effect(find_key(self._schema, name)):
+                continue
             given = [one for one in by_spelling.values() if not _has_interpolation(one.value)]
             for other in given[1:]:
-                if other.value != given[0].value:
+                if other.value != given[0].value and self._precedence(other) == _GIVEN:
                     raise contradiction(given[0], other, name=name)
 
     def require_followed(self) -> None:
@@ -244,7 +255,7 @@ class _Written:
                 )
 
     def _add_section(self, name: str, assignment: Assignment) -> None:
-        if chooses_built_option(name, assignment.value):
+        if chooses_built_option(name, assignment.value) or self._refers_to(name, assignment.value):
             return
         if not isinstance(assignment.value, Mapping):
             below = [key for key in keys_of(self._schema) if key.startswith(f"{name}.")]
@@ -257,6 +268,17 @@ class _Written:
         entries = cast(Mapping[str, Any], assignment.value)  # pyright: ignore[reportUnknownMemberType]
         for part, value in entries.items():
             self.add(replace(assignment, name=f"{assignment.name}.{part}", value=value))
+
+    def _refers_to(self, name: str, value: Any) -> bool:
+        """Return whether a value is an interpolation of ``name`` itself by another spelling.
+
+        verl's configurations write so what has two places.
+        """
+        if not (isinstance(value, str) and value.startswith("${") and value.endswith("}")):
+            return False
+        other = value[2:-1]
+        meant = canonical_name(self._schema, other, spellings=self._spellings)
+        return other != name and meant == name
 
     def _add_unknown(self, assignment: Assignment) -> None:
         name = assignment.name
@@ -271,6 +293,11 @@ class _Written:
 
     def _add_value(self, name: str, assignment: Assignment) -> None:
         key = find_key(self._schema, name)
+        if self._yields(name, assignment) or self._refers_to(name, assignment.value):
+            return
+        if assignment.value is None and is_unset_by_null(name) and not (key and key.accepts_null):
+            self._reset(name)
+            return
         if assignment.value == "" and not _is_without_effect(key):
             raise empty_value(self._schema, name)
         if key is not None and key.is_number and isinstance(assignment.value, bool):
@@ -283,11 +310,37 @@ class _Written:
         self._keep(name, assignment)
         _put(self.tree, name, value=assignment.value)
 
+    def _yields(self, name: str, assignment: Assignment) -> bool:
+        """Return whether another spelling in the same source has a value of higher precedence."""
+        mine = self._precedence(assignment)
+        return any(
+            other.source == assignment.source and self._precedence(other) > mine
+            for spelling, other in self._latest.get(name, {}).items()
+            if spelling != assignment.name
+        )
+
+    def _precedence(self, assignment: Assignment) -> int:
+        """Return how much a value says beside that of another spelling.
+
+        verl's configurations have both spellings of some keys with different defaults, of which
+        each of its engines reads one.
+        """
+        if assignment.value is None:
+            return _NULL
+        _, dot, part = assignment.name.rpartition(".lora.")
+        is_megatrons = bool(dot)
+        default = LORA_OF_MEGATRON.get(part) if dot else LORA.get(assignment.name.split(".")[-1])
+        if default is None or assignment.value != default:
+            return _GIVEN
+        return _READ_DEFAULT if is_megatrons == self._reads_megatron else _OTHER_DEFAULT
+
     def _keep(self, name: str, assignment: Assignment) -> None:
-        """Keep the latest value of each spelling, from the latest source only."""
+        """Keep the latest value of each spelling of equal precedence, from the latest source."""
         by_spelling = self._latest.setdefault(name, {})
-        if any(other.source != assignment.source for other in by_spelling.values()):
-            by_spelling.clear()
+        mine = self._precedence(assignment)
+        for spelling, other in list(by_spelling.items()):
+            if other.source != assignment.source or self._precedence(other) < mine:
+                del by_spelling[spelling]
         by_spelling[assignment.name] = assignment
 
     def _forget_below(self, name: str) -> None:
@@ -322,8 +375,11 @@ def _require_built(schema: type[BaseModel], tree: Tree, *, spellings: Mapping[st
     """Raise UserError for the first key that asks for a capability that is not built."""
     for name, spelling in spellings.items():
         key, value = find_key(schema, name), _value_at(tree, name)
-        if key is not None and key.unbuilt is not None and value not in key.unbuilt.harmless:
-            raise not_built(key.unbuilt, spelling, value=value)
+        if key is None or key.unbuilt is None or value in key.unbuilt.harmless:
+            continue
+        same = key.unbuilt.same_as
+        if not (same and same in spellings and _value_at(tree, same) == value):
+            raise not_built(key.unbuilt, spelling, value=value, is_below=name != key.name)
 
 
 def _read(schema: type[BaseModel], tree: Tree, *, prefix: str = "") -> Tree:
@@ -399,13 +455,26 @@ def _resolve(schema: type[BaseModel], tree: Tree) -> Tree:
     for name, (default, _) in ignored_table(schema).items():
         if default != {}:
             _put(defaults, name, value=default)
-    merged = _merged(defaults, tree)
+    merged = _with_other_spellings(_merged(defaults, tree))
     try:
         full = OmegaConf.create(merged)
     except (OmegaConfBaseException, RecursionError) as error:
         name = str(getattr(error, "full_key", None) or "keys")
         raise UserError(name, rule=_unresolved(error), remedy="Correct its value.") from error
     return _resolved(tree, full)
+
+
+def _with_other_spellings(tree: Tree) -> Tree:
+    """Add the values under the other spellings of their keys, to which verl's files refer."""
+    for spelling, name in ALIASES.items():
+        if any(longer.startswith(f"{spelling}.") for longer in ALIASES):
+            continue
+        try:
+            value = _value_at(tree, name)
+        except (KeyError, TypeError):
+            continue  # a key of the other command, or below a value that is not a section
+        _put(tree, spelling, value=value)
+    return tree
 
 
 def _now(form: str) -> str:

@@ -346,10 +346,11 @@ def _algorithm_warnings(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.n={rollout.n}: all samples of a prompt are the same, "
             "because rollout.do_sample=False is greedy, and nothing is learned from comparing them"
         )
-    if val_kwargs.n > 1 and not val_kwargs.do_sample:
+    if val_kwargs.n > 1 and not val_kwargs.samples:
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={val_kwargs.n}: all samples are the same, "
-            "because val_kwargs.do_sample=False is greedy"
+            "because validation is greedy with val_kwargs.temperature=0 or val_kwargs."
+            "do_sample=False"
         )
     if trainer.critic_warmup > 1 and not config.uses_critic:
         yield (

@@ -68,6 +68,7 @@ LOSSES: dict[str, Loss] = {
     "dppo_tv": _DIVERGENCE,
     "dppo_kl": _DIVERGENCE,
     "clip_cov": Loss(
+        accepts_any_low=True,
         computes_all=True,
         marks_tokens=True,
         reads=(*_BOTH_SIDES, *(f"policy_loss.clip_cov_{key}" for key in ("ratio", "lb", "ub"))),

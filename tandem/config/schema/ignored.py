@@ -106,6 +106,21 @@ _MODEL: Table = {
     **_all(_FUSED, {"use_liger": False, "use_fused_kernels": False, "fused_kernel_options": {}}),
 }
 _OPTIM: Table = {
+    **_below(
+        "override_optimizer_config",
+        _all(
+            "no result depends on where Megatron's optimizer keeps its states; here "
+            "optimizer_offload decides",
+            {
+                "optimizer_cpu_offload": False,
+                "optimizer_offload_fraction": 0.0,
+                "overlap_cpu_optimizer_d2h_h2d": False,
+                "use_precision_aware_optimizer": False,
+                "pin_cpu_grads": True,
+                "pin_cpu_params": True,
+            },
+        ),
+    ),
     **_unset(
         _OTHER_ENGINE,
         "lr_decay_steps lr_wsd_decay_steps lr_wsd_decay_style "
@@ -129,6 +144,10 @@ _ENTROPY_KEYS = _all(
 )
 _FSDP: Table = {
     **_ENTROPY_KEYS,
+    **_all(
+        "gradients are summed in float32, and buffers have their own precision",
+        {"mixed_precision.reduce_dtype": "fp32", "mixed_precision.buffer_dtype": "fp32"},
+    ),
     "use_orig_params": (False, "FSDP2 never flattens parameters into one"),
     "wrap_policy": ({}, "each layer of the model is sharded as one unit"),
     "use_torch_compile": (True, _COMPILED),
@@ -293,6 +312,7 @@ _ROLLOUT: Table = {
     "server": ({}, _IN_PROCESS),
     "sglang_rollout_mode": (None, _IN_PROCESS),
     "skip_dump_dir": ("/tmp/rollout_dump", "only skip_rollout reads it, which is not built"),
+    "skip": _only_with("actor_rollout_ref.rollout.skip.enable=True"),
 }
 _REF: Table = {
     **_below("fsdp_config", _FROZEN_FSDP),
@@ -380,6 +400,19 @@ RUN_IGNORED: Table = {
         "prompts are admitted one by one, as slots become free",
     ),
     "algorithm.pf_ppo": ({}, NOT_BUILT),
+    **_below(
+        "algorithm",
+        _all(
+            "only algorithm.rollout_is of verl 0.6.0 reads it, which is not built",
+            {
+                "rollout_is_threshold": None,
+                "rollout_is_threshold_lower": None,
+                "rollout_is_level": "token",
+                "rollout_is_mode": "truncate",
+                "rollout_is_veto_threshold": 1e-4,
+            },
+        ),
+    ),
     **_below("critic", _CRITIC),
     **_below("reward_model", _REWARD_MODEL),
     **_below("trainer", _SHARED_TRAINER),
@@ -430,7 +463,7 @@ SFT_IGNORED: Table = {
                 "expert_parallel_size expert_tensor_parallel_size "
                 "force_use_huggingface grad_offload init_device load_balancing_loss_implementation "
                 "load_checkpoint_path max_seq_len max_seqlen_per_dp_cp_rank mhc_implementation "
-                "mixed_precision moe_implementation mp_output_dtype mp_param_dtype mp_reduce_dtype "
+                "moe_implementation mp_output_dtype mp_param_dtype mp_reduce_dtype "
                 "pad_bshd_to_minibatch_max pipeline_parallel_size "
                 "pp_size rms_norm_gated_implementation rms_norm_implementation "
                 "rotary_pos_emb_implementation sequence_parallel spmd_backend "

@@ -36,7 +36,6 @@ TopK = Annotated[
     Field(
         ge=-1,
         description="Sample from the k most likely tokens; -1 or 0: from all tokens.",
-        json_schema_extra=read_if(_SAMPLES),
     ),
 ]
 TopP = Annotated[
@@ -45,7 +44,6 @@ TopP = Annotated[
         gt=0,
         le=1,
         description="Sample from the most likely tokens of this total probability.",
-        json_schema_extra=read_if(_SAMPLES),
     ),
 ]
 _SCORES = (
@@ -55,19 +53,34 @@ _SCORES = (
 _MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
 
+_VALIDATION_SAMPLES = (
+    "actor_rollout_ref.rollout.val_kwargs.samples=True: validation is greedy with val_kwargs."
+    "temperature=0 or val_kwargs.do_sample=False"
+)
+
+
 class ValKwargs(Section):
-    """``val_kwargs.*``: sampling in validation, which is greedy unless ``do_sample``."""
+    """``val_kwargs.*``: sampling in validation, which is greedy by default."""
 
     n: int = Field(default=1, ge=1, description="Number of samples per validation prompt.")
-    do_sample: bool = Field(default=False, description="Sample. False: greedy decoding.")
+    do_sample: bool | None = Field(
+        default=None,
+        description="Sample. False: greedy decoding. null: sample if temperature is positive, as "
+        "verl does from 0.7 on, where it reads temperature alone.",
+    )
     temperature: float = Field(
         default=0.0,
         ge=0,
         description="Sampling temperature; 0: greedy decoding.",
-        json_schema_extra=read_if(_SAMPLES),
+        json_schema_extra=read_if("do_sample!=False"),
     )
-    top_k: TopK = -1
-    top_p: TopP = 1.0
+    top_k: TopK = Field(default=-1, json_schema_extra=read_if(_VALIDATION_SAMPLES))
+    top_p: TopP = Field(default=1.0, json_schema_extra=read_if(_VALIDATION_SAMPLES))
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random."""
+        return self.temperature > 0 and self.do_sample is not False
 
 
 _TALKS = (
@@ -261,8 +274,8 @@ class RolloutConfig(Section):
     temperature: float = Field(
         default=1.0, gt=0, description="Temperature of sampling and of log-probs."
     )
-    top_k: TopK = -1
-    top_p: TopP = 1.0
+    top_k: TopK = Field(default=-1, json_schema_extra=read_if(_SAMPLES))
+    top_p: TopP = Field(default=1.0, json_schema_extra=read_if(_SAMPLES))
     do_sample: bool = Field(default=True, description="Sample. False: greedy decoding.")
     ignore_eos: bool = Field(
         default=False, description="Generate max_response_length tokens even after the end token."

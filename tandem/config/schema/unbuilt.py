@@ -21,11 +21,13 @@ class Unbuilt:
         capability: the name of the capability, as a subject of "is not built".
         harmless: the values that do not ask for it; the first one is verl's default.
         remedy: the way to the same aim, if there is one; "" for leaving the key out.
+        same_as: a key whose value is harmless here, too; "" for none.
     """
 
     capability: str
     harmless: tuple[Any, ...] = (False, None)
     remedy: str = ""
+    same_as: str = ""
 
 
 _QAT = Unbuilt("quantization-aware training")
@@ -56,7 +58,11 @@ _MODEL_SECTION = {
     "mtp.enable": _MTP,
     "external_lib": Unbuilt("the import of a module before the model", (None,)),
     "hf_config_path": Unbuilt("a config.json from another folder", (None,), _OTHER_CONFIG),
-    "tokenizer_path": Unbuilt("a tokenizer from another folder than the model", (None,)),
+    "tokenizer_path": Unbuilt(
+        "a tokenizer from another folder than the policy",
+        (None,),
+        same_as="actor_rollout_ref.model.path",
+    ),
     "override_config": Unbuilt("a change of the model's config.json", ({}, None), _OTHER_CONFIG),
     **{
         f"override_config.{key}": _DROPOUT
@@ -73,6 +79,9 @@ _OPTIM_SECTION = {
     "zero_indexed_step": _LATE_SCHEDULE,
     "optimizer_impl": Unbuilt("an optimizer of another package", ("torch.optim", None)),
     "override_optimizer_config": Unbuilt("another argument of the optimizer", ({}, None)),
+    "override_optimizer_config.decoupled_weight_decay": Unbuilt(
+        "a weight decay that is part of the gradient", (True, None)
+    ),
     "lr_decay_style": Unbuilt(
         "a schedule of the learning rate by Megatron's keys",
         ("constant", None),
@@ -105,7 +114,14 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
         **{f"sampler.{key}": _RANDOM_SAMPLER.get(key, _OWN_SAMPLER) for key in _OWN_CLASS},
         **{f"datagen.{key}": _OWN_GENERATOR for key in _OWN_CLASS},
     },
-    "algorithm": {"use_pf_ppo": Unbuilt("PF-PPO, which draws samples by their reward")},
+    "algorithm": {
+        "use_pf_ppo": Unbuilt("PF-PPO, which draws samples by their reward"),
+        "rollout_is": Unbuilt(
+            "the correction by the names that verl 0.6.0 alone has",
+            remedy="Set algorithm.rollout_correction.rollout_is=token (or sequence) and "
+            "rollout_is_threshold=2.0 in the same section.",
+        ),
+    },
     "actor_rollout_ref.model": _MODEL_SECTION,
     "actor_rollout_ref.actor.fsdp_config": _FSDP_SECTION,
     "actor_rollout_ref.actor.optim": _OPTIM_SECTION,
@@ -127,6 +143,8 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
             "generation; trainer.separated_node_ratios sets other shares.",
         ),
         "skip_rollout": _RECORDED,
+        "skip.enable": _RECORDED,
+        "repetition_penalty": Unbuilt("a penalty for tokens that were drawn before", (1.0, None)),
     },
     "critic.model": {
         **_MODEL_SECTION,
@@ -160,6 +178,7 @@ UNBUILT_RUN: Mapping[str, Unbuilt] = {
 }
 UNBUILT_SFT: Mapping[str, Unbuilt] = {
     **{f"model.{key}": entry for key, entry in _MODEL_SECTION.items()},
+    "model.tokenizer_path": replace(_MODEL_SECTION["tokenizer_path"], same_as="model.path"),
     **{f"engine.{key}": entry for key, entry in _FSDP_SECTION.items()},
     **{f"optim.{key}": entry for key, entry in _OPTIM_SECTION.items()},
 }

@@ -29,11 +29,43 @@ _SFT: Defaults = {
     "optim.lr_warmup_steps_ratio": 0.0,
 }
 
+_MEGATRON: Defaults = {
+    **_PPO,
+    "actor_rollout_ref.model.lora_alpha": 32,
+    "critic.model.lora_alpha": 32,
+}
+LORA: Defaults = {
+    "lora_rank": 0,
+    "lora_alpha": 16,
+    "target_modules": "all-linear",
+}
+"""Key of a section of a model -> verl's default, which its engine for FSDP reads."""
+LORA_OF_MEGATRON: Defaults = {
+    "rank": 0,
+    "alpha": 32,
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "exclude_modules": [],
+}
+"""Key below ``lora`` in such a section -> verl's default, which its engine for Megatron reads."""
+_UNSET_BY_NULL = (
+    "algorithm.filter_groups.metric",
+    "custom_reward_function.name",
+    "reward.num_workers",
+)
+_UNSET_BY_NULL_IN_OPTIM = ("lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio")
+
 VERL_DEFAULTS: Mapping[str, Defaults] = {
     "ppo_trainer": _PPO,
-    "ppo_megatron_trainer": _PPO,
+    "ppo_megatron_trainer": _MEGATRON,
     "sft_trainer": {},
     "sft_trainer_engine": _SFT,
     "sft_trainer_megatron": _SFT,
 }
 """Name of one of verl's configurations -> its defaults."""
+
+
+def is_unset_by_null(name: str) -> bool:
+    """Return whether null means in verl's configurations that the key is not given."""
+    section, _, last = name.rpartition(".")
+    is_of_optimizer = section.endswith("optim") and last in _UNSET_BY_NULL_IN_OPTIM
+    return is_of_optimizer or name.startswith("reward_model.") or name in _UNSET_BY_NULL

@@ -70,6 +70,10 @@ PROPERTIES = {
         "trainer.async_pipeline=False",
     ),
     "uses_critic": ("critic.enable=True", "critic.enable=False"),
+    "actor_rollout_ref.rollout.val_kwargs.samples": (
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0",
+    ),
 }
 """Property in a condition -> overrides with which the condition holds, and does not."""
 

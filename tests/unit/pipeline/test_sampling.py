@@ -32,10 +32,12 @@ def test_training_draws_as_the_rollout_says() -> None:
     assert (greedy.temperature, greedy.ignore_eos) == (0.0, True)
 
 
-def test_validation_draws_as_val_kwargs_say_and_is_greedy_unless_they_ask_for_sampling() -> None:
-    assert validation_sampling(parts()).temperature == 0.0
-    sampled = validation_sampling(parts(f"{ROLLOUT}.val_kwargs.do_sample=True"))
-    assert sampled == SamplingParams(0.4, 0.5, 6, 9)
+def test_validation_draws_where_its_temperature_is_positive_unless_do_sample_is_false() -> None:
+    for do_sample in ("null", "True"):
+        sampled = validation_sampling(parts(f"{ROLLOUT}.val_kwargs.do_sample={do_sample}"))
+        assert sampled == SamplingParams(0.4, 0.5, 6, 9)
+    for greedy in ("do_sample=False", "temperature=0"):
+        assert validation_sampling(parts(f"{ROLLOUT}.val_kwargs.{greedy}")).temperature == 0.0
 
 
 def test_ids_of_training_baselines_and_validation_never_meet() -> None:
