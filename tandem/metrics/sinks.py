@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ from tandem.errors import UserError
 from tandem.metrics.activity import Activity
 from tandem.metrics.console import LineSink, ProgressSink, VerlSink
 from tandem.metrics.jsonl import JsonlSink
+from tandem.metrics.mlflow_sink import MlflowSink
+from tandem.metrics.swanlab_sink import SwanlabSink
 from tandem.metrics.tensorboard_sink import TensorBoardSink
 from tandem.metrics.wandb_sink import WandbSink
 from tandem.types import StepReport
@@ -64,9 +67,11 @@ def _open_tensorboard(settings: SinkSettings) -> MetricSink:
     return TensorBoardSink(folder, first_step=settings.keep_through_step + 1)
 
 
-def _open_wandb(settings: SinkSettings) -> MetricSink:
+def _open_tracker(
+    tracker: type[WandbSink] | type[MlflowSink] | type[SwanlabSink], settings: SinkSettings
+) -> MetricSink:
     trainer = settings.trainer
-    return WandbSink(
+    return tracker(
         settings.run_folder, project=trainer.project_name, experiment=trainer.experiment_name
     )
 
@@ -100,9 +105,11 @@ LOGGERS: Mapping[str, _Logger] = MappingProxyType(
     {
         "console": _Logger(_open_console),
         "file": _Logger(None),
+        "mlflow": _Logger(partial(_open_tracker, MlflowSink), package="mlflow"),
+        "swanlab": _Logger(partial(_open_tracker, SwanlabSink), package="swanlab"),
         "tensorboard": _Logger(_open_tensorboard, package="tensorboard"),
         "verl": _Logger(_open_verl),
-        "wandb": _Logger(_open_wandb, package="wandb"),
+        "wandb": _Logger(partial(_open_tracker, WandbSink), package="wandb"),
     }
 )
 """The built-in values of ``trainer.logger``."""

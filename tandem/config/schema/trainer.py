@@ -128,9 +128,9 @@ class TrainerConfig(BaseModel):
     )
     logger: Strings = Field(
         default=("console",),
-        description="Where metrics are written: console, file, tensorboard, wandb, or a sink of "
-        "your own as package.module:Sink. metrics.jsonl is always written. (verl: console and "
-        "wandb.)",
+        description="Where metrics are written: console, file, tensorboard, wandb, mlflow, "
+        "swanlab, or a sink of your own as package.module:Sink. metrics.jsonl is always written. "
+        "(verl: console and wandb.)",
     )
     metrics: Strings = Field(
         default=(),

@@ -112,8 +112,8 @@ def test_a_missing_package_is_said_before_anything_is_opened(tmp_path, monkeypat
 
 
 def test_an_unknown_logger():
-    with pytest.raises(UserError, match="trainer.logger='swanlab'.*console, file, tensorboard"):
-        require_loggers(["console", "swanlab"])
+    with pytest.raises(UserError, match="trainer.logger='clearml'.*console, file, mlflow"):
+        require_loggers(["console", "clearml"])
 
 
 def test_a_display_that_fails_is_logged_once_and_the_run_goes_on(caplog):
