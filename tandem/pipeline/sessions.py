@@ -89,12 +89,15 @@ class Drawing:
         point: the span that the turn follows.
         lane: the number of the stream of random numbers that it is drawn with.
         tip: the span of the turn, once it is drawn.
+        num_waiting: the number of requests that wait for the turn.
+        num_retries: how often its client had sent the request before, in the last one.
     """
 
     def __init__(self, chat: ChatRequest, *, tools: str, point: int, lane: int) -> None:
         self.chat, self.tools, self.point, self.lane = chat, tools, point, lane
         self.tip = ROOT
-        self.is_delivered = self.has_hung_up = False
+        self.is_delivered = False
+        self.num_waiting, self.num_retries = 1, chat.num_retries
         self._task: asyncio.Task[ChatReply] | None = None
 
     def begin(self, drawing: Coroutine[Any, Any, ChatReply]) -> None:
@@ -110,15 +113,21 @@ class Drawing:
     def confirm(self) -> None:
         """See ``PendingReply``."""
         self.is_delivered = True
+        self.num_waiting -= 1
 
     def hang_up(self) -> None:
         """See ``PendingReply``."""
-        self.has_hung_up = True
+        self.num_waiting -= 1
 
-    def is_repeated_by(self, chat: ChatRequest) -> bool:
-        """Return whether a request asks for this turn once more."""
-        is_lost = self.has_hung_up and not self.is_delivered
-        return self.chat.digest == chat.digest and (is_lost or chat.num_retries > 0)
+    @property
+    def is_lost(self) -> bool:
+        """Whether each client that asked for the turn has hung up before it got it."""
+        return not self.is_delivered and self.num_waiting == 0
+
+    def repeat(self, chat: ChatRequest) -> None:
+        """Let one more request wait for the turn."""
+        self.num_waiting += 1
+        self.num_retries = chat.num_retries
 
     async def end(self) -> None:
         """Wait no longer for the engine."""
@@ -168,10 +177,9 @@ class ProgramSession:
 
     def request(self, chat: ChatRequest) -> Drawing:
         """See ``ChatSession``. A request that is repeated gets the turn that it asked for."""
-        repeated = (one for one in reversed(self._drawings) if one.is_repeated_by(chat))
-        known = next(repeated, None)
+        known = self._find_repeated(chat)
         if known is not None:
-            known.has_hung_up = False
+            known.repeat(chat)
             return known
         self._require_turns()
         tools = json.dumps(chat.tools)
@@ -201,6 +209,22 @@ class ProgramSession:
         self._begin(drawing)
         drawing.begin(self._draw(drawing, request))
         return drawing
+
+    def _find_repeated(self, chat: ChatRequest) -> Drawing | None:
+        """Return the turn that a request asks for once more; None if it asks for a new one.
+
+        A turn that was lost goes to the next equal request. That a client is gone may be unknown
+        when it sends its request again. Then the turn is the only one that a client may still wait
+        for, or else the only one that was sent to a client. If several can be the turn, none is
+        taken: all but one belong to other requests.
+        """
+        equal = [one for one in self._drawings if one.chat.digest == chat.digest]
+        lost = next((one for one in equal if one.is_lost), None)
+        if lost is not None:
+            return lost
+        earlier = [one for one in equal if one.num_retries < chat.num_retries]
+        likely = [one for one in earlier if not one.is_delivered] or earlier
+        return likely[0] if len(likely) == 1 else None
 
     def _require_turns(self) -> None:
         most = self._conversing.limits.max_assistant_turns

@@ -376,6 +376,60 @@ def test_m24_a_request_that_is_repeated_gets_the_same_turn_once() -> None:
     assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_m24_of_equal_requests_the_one_that_is_repeated_gets_its_own_turn(place: int) -> None:
+    """A client gives up while two others wait or have their turns; it sends its request again."""
+
+    async def program(agent: Agent) -> None:
+        drawings = [agent.begin([USER]) for _ in range(3)]
+        lost = drawings.pop(place)
+        await drawings[0].reply()
+        drawings[0].confirm()
+        lost.hang_up()
+        again = agent.begin([USER], num_retries=1)
+        assert again is lost
+        again.hang_up()
+        for one in (agent.begin([USER], num_retries=2), drawings[1]):
+            await one.reply()
+            one.confirm()
+
+    trajectory, rollout = play(program, *(f"{word}<|im_end|>" for word in ("a", "b", "c")))
+    assert len(rollout.requests) == len(trajectory.completions) == 3
+    check_tokens(trajectory, rollout)
+
+
+def test_m24_a_repeated_request_whose_turn_is_unknown_gets_no_turn_of_another_request() -> None:
+    """Its client is gone, which nobody has noticed, and two equal requests may be its own."""
+
+    async def program(agent: Agent) -> None:
+        first = agent.begin([USER])
+        assert agent.begin([USER], num_retries=1) is first, "the only one"
+        second = agent.begin([USER], num_retries=1)
+        assert second is not first, "the first has been sent again once, and this is no second time"
+        await first.reply()
+        first.confirm()
+        assert agent.begin([USER], num_retries=2) is second, "the other client has its turn"
+        await second.reply()
+        second.confirm()
+        third = agent.begin([USER], num_retries=3)
+        assert third not in (first, second)
+        await third.reply()
+        third.confirm()
+
+    trajectory, _ = play(program, *(f"{word}<|im_end|>" for word in ("a", "b", "c")))
+    assert len(trajectory.completions) == 3
+
+
+def test_m24_a_turn_that_a_second_request_waits_for_is_not_lost_when_the_first_hangs_up() -> None:
+    async def program(agent: Agent) -> None:
+        first = agent.begin([USER])
+        again = agent.begin([USER], num_retries=1)
+        first.hang_up()
+        assert agent.begin([USER]) is not again
+
+    play(program, "a<|im_end|>", "b<|im_end|>")
+
+
 def test_m24_a_turn_that_the_agent_never_got_is_not_trained_on() -> None:
     async def program(agent: Agent) -> None:
         said = await agent.ask([USER])
