@@ -144,8 +144,6 @@ class ProgramSession:
 
     Attributes:
         failure: why the episode is no evidence about the policy; "" if nothing failed.
-        limit: the bound that a request was refused for; None for none.
-        refusal: the last refusal of a request; "" for none.
         deadline: the deadline of the episode, if it has one now. It stands still from the first
             request until the first turn, which may have to wait for rows of the engine.
     """
@@ -166,14 +164,31 @@ class ProgramSession:
         self._settled = asyncio.Condition()
         self._ended_s = 0.0
         self._waits_s: list[float] = []
-        self.failure = self.refusal = ""
-        self.limit: EpisodeEnd | None = None
+        self.failure = ""
+        self._limit: tuple[EpisodeEnd | None, int] = None, 0
+        self._refusal = "", 0
         self.deadline: asyncio.Timeout | None = None
 
     @property
     def has_turns(self) -> bool:
         """Whether the program has got a turn."""
         return any(one.is_delivered for one in self._drawings)
+
+    @property
+    def limit(self) -> EpisodeEnd | None:
+        """The bound that a request was refused for; None if there is none, or a later turn."""
+        end, num_before = self._limit
+        return None if self._has_turn_since(num_before) else end
+
+    @property
+    def refusal(self) -> str:
+        """The last refusal of a request; "" if there is none, or a later turn."""
+        text, num_before = self._refusal
+        return "" if self._has_turn_since(num_before) else text
+
+    def _has_turn_since(self, num_before: int) -> bool:
+        """Return whether the program has got a turn that began after this number of others."""
+        return any(one.is_delivered for one in self._drawings[num_before:])
 
     def request(self, chat: ChatRequest) -> Drawing:
         """See ``ChatSession``. A request that is repeated gets the turn that it asked for."""
@@ -229,7 +244,7 @@ class ProgramSession:
     def _require_turns(self) -> None:
         most = self._conversing.limits.max_assistant_turns
         if most is not None and len(self._drawings) >= most:
-            self.limit = EpisodeEnd.TURNS
+            self._limit = EpisodeEnd.TURNS, len(self._drawings)
             rule = f"the episode has had its {most} turns (multi_turn.max_assistant_turns)"
             raise RequestRefused(rule, code="max_turns")
 
@@ -237,7 +252,7 @@ class ProgramSession:
         """Refuse a conversation that has no room, whatever its tokens are."""
         most = self._conversing.max_prompt_tokens + self._request.sampling.max_new_tokens
         if dialogue.is_surely_longer(chat.messages, most):
-            self.limit = EpisodeEnd.LENGTH
+            self._limit = EpisodeEnd.LENGTH, len(self._drawings)
             rule = f"the conversation has more than {most} tokens, and there is no room for a turn"
             raise RequestRefused(rule, code="context_length_exceeded")
 
@@ -257,7 +272,7 @@ class ProgramSession:
 
     def refuse(self, error: RequestRefused) -> None:
         """See ``ChatSession``."""
-        self.refusal = str(error)
+        self._refusal = str(error), len(self._drawings)
 
     async def close(self) -> None:
         """Wait for no further turn."""
@@ -296,7 +311,7 @@ class ProgramSession:
 
     def _require_room(self, chat: ChatRequest, num_prompt_tokens: int) -> None:
         if self._budget(chat, num_prompt_tokens) <= 0:
-            self.limit = EpisodeEnd.LENGTH
+            self._limit = EpisodeEnd.LENGTH, len(self._drawings)
             raise RequestRefused(
                 f"the conversation has {num_prompt_tokens} tokens, {self._num_drawn} of the "
                 f"episode were drawn, and there is no room for a turn",

@@ -513,6 +513,39 @@ def test_a_bound_is_told_to_the_agent_and_the_episode_is_scored(
     assert len(rollout.requests) == 1
 
 
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_an_agent_that_goes_on_after_a_refusal_is_judged_by_how_it_ends(ends_well: bool) -> None:
+    """It shortens its history and gets a turn; an error after that is one of its own."""
+
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER], max_tokens=3)
+        with pytest.raises(RequestRefused) as caught:
+            await agent.ask([USER, said, {"role": "user", "content": "web page " * 2000}])
+        assert caught.value.code == "context_length_exceeded"
+        await agent.ask([USER, said, MORE], max_tokens=3)
+        if not ends_well:
+            raise RuntimeError("KeyError: 'x' (agent.py:9)")
+
+    trajectory, _ = play(program, "one<|im_end|>", "two<|im_end|>")
+    found = (EpisodeEnd.DONE, (), "")
+    if not ends_well:
+        found = (EpisodeEnd.FAILED, (), "the agent: KeyError: 'x' (agent.py:9)")
+    assert end_of(trajectory) == found
+
+
+def test_a_turn_that_began_before_a_refusal_does_not_clear_it() -> None:
+    async def program(agent: Agent) -> None:
+        early = agent.begin([USER], max_tokens=3)
+        with pytest.raises(RequestRefused):
+            await agent.ask([{"role": "user", "content": "web page " * 2000}])
+        await early.reply()
+        early.confirm()
+        raise RuntimeError("the client raised BadRequestError")
+
+    trajectory, _ = play(program, "one<|im_end|>")
+    assert end_of(trajectory)[0] is EpisodeEnd.LENGTH and outcome_of_end(trajectory) is None
+
+
 def test_a_conversation_without_room_is_refused_before_it_is_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
