@@ -283,7 +283,8 @@ class ProgramSession:
     def trajectory(self, verdict: EpisodeRecord) -> Trajectory:
         """Return the turns that the program has got, with how the episode ended."""
         got = [one.tip for one in self._drawings if one.is_delivered]
-        longest = max((turn.messages for turn in self._turns), key=len, default=())
+        delivered = [turn.messages for turn in self._turns if turn.tip in got]
+        longest = max(delivered, key=len, default=())
         record = replace(
             verdict,
             messages=tuple(longest),

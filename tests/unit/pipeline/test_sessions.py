@@ -440,6 +440,9 @@ def test_m24_a_turn_that_the_agent_never_got_is_not_trained_on() -> None:
     trajectory, _ = play(program, "a<|im_end|>", "b<|im_end|>")
     assert len(trajectory.completions) == 1
     assert [span.completion is not None for span in trajectory.spans] == [False, True]
+    record = trajectory.episode
+    assert record is not None and record.num_turns == 2
+    assert list(record.messages) == [USER, {"role": "assistant", "content": "a"}]
 
 
 async def never(agent: Agent) -> None:
