@@ -61,9 +61,9 @@ class _Turn:
     """A turn of the policy with the conversation that it ends.
 
     Attributes:
-        messages: the conversation with the turn as its last message.
+        messages: the conversation with the turn as its last message, if it is drawn.
         stop: the text that ended the turn; "" for none.
-        tip: the index of its span.
+        tip: the index of its span; ``ROOT`` as long as it is being drawn.
     """
 
     messages: Messages
@@ -129,9 +129,14 @@ class Drawing:
         self.num_waiting += 1
         self.num_retries = chat.num_retries
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the turn is being drawn."""
+        return self._task is not None and not self._task.done()
+
     async def end(self) -> None:
         """Wait no longer for the engine."""
-        if self._task is not None and not self._task.done():
+        if self._task is not None and self.is_under_way:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
@@ -366,21 +371,28 @@ class ProgramSession:
         ids = dialogue.encode_whole(messages)
         after, num_shared = self._tree.find(ids)
         goes_on = any(turn.tip == after for turn in self._turns)
-        if not self._turns or (goes_on and after not in self._tree.parents):
+        if goes_on and after not in self._tree.parents:
             return after, ids[num_shared:], ""
         reason = (RENDERED if renders else EDITED) if last else self._reason(messages, tools)
         return after, ids[num_shared:], reason
 
     def _reason(self, messages: Messages, tools: str) -> str:
-        """Return why a request continues no conversation that is known."""
-        nearest = max(self._turns, key=lambda turn: turn.begins(messages))
+        """Return why a request continues no conversation that is known; "" for the first one."""
+        begun = [one for one in self._drawings if one.is_under_way]
+        asked = [_Turn(one.chat.messages, one.tools, stop="", tip=ROOT) for one in begun]
+        known = [*self._turns, *asked]
+        nearest = max(known, key=lambda turn: turn.begins(messages), default=None)
+        if nearest is None:
+            return ""
         num_equal = nearest.begins(messages)
-        if nearest.tools != tools:
-            return TOOLS_CHANGED
         if num_equal == 0:
             return SEPARATE
+        if nearest.tools != tools:
+            return TOOLS_CHANGED
         if num_equal == len(messages):
             return RESAMPLED
+        if nearest.tip == ROOT and num_equal == len(nearest.messages):
+            return COMPACTED  # it leaves out the turn that is being drawn
         if num_equal < len(nearest.messages):
             ours, theirs = nearest.messages[num_equal], messages[num_equal]
             if drops_thought(ours, theirs):

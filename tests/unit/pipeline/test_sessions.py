@@ -337,6 +337,32 @@ def test_requests_at_the_same_time_are_branches_with_random_numbers_of_their_own
     assert {one.sample_id for one in trajectory.completions} == {SAMPLE}
 
 
+SYSTEM = {"role": "system", "content": "s"}
+PARALLEL: list[tuple[list[Any], dict[str, Any], tuple[str, ...]]] = [
+    ([USER], {}, ("resampled", "resampled")),
+    ([SYSTEM, USER], {}, ("separate", "resampled")),
+    ([SYSTEM, USER], {"tools": [LOOK]}, ("separate", "resampled")),
+    ([USER], {"tools": [LOOK]}, ("tools_changed", "resampled")),
+    ([USER, MORE], {}, ("compacted", "resampled")),
+]
+
+
+@pytest.mark.parametrize(("messages", "fields", "reasons"), PARALLEL)
+def test_a_request_at_the_time_of_the_first_one_forks_with_its_reason(
+    messages: list[Any], fields: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    """The third request is sent when the first two have their turns; it is the first once more."""
+
+    async def program(agent: Agent) -> None:
+        await asyncio.gather(agent.ask([USER]), agent.ask(messages, **fields))
+        await agent.ask([USER])
+
+    trajectory, rollout = play(program, "a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, reasons, "")
+    assert len(rows_of(trajectory)) == 3
+    check_tokens(trajectory, rollout)
+
+
 def test_requests_at_the_same_time_share_the_budget_of_the_episode() -> None:
     """Of three with up to 5 tokens each, two fit into 12 at once, and the third gets the rest."""
     refused: list[str] = []
