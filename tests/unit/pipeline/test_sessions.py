@@ -617,6 +617,11 @@ def test_malformed_calls_are_text_as_other_servers_show_them() -> None:
     assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
 
 
+def test_a_call_with_a_lone_surrogate_goes_on_as_the_agent_restates_it() -> None:
+    trajectory, _ = play(play_with_tool, CALL.replace('"x"', r'"\ud83d"'), "It is 42.<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
+
+
 def test_a_template_without_calls_is_refused_and_fails_the_episode() -> None:
     async def program(agent: Agent) -> None:
         await agent.ask([USER], tools=[LOOK])
