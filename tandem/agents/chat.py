@@ -147,7 +147,7 @@ class ChatSession(Protocol):
 def read_chat_request(body: bytes, *, num_retries: int = 0) -> ChatRequest:
     """Read a request. Raise RequestRefused with the name of the field that cannot be served."""
     try:
-        loaded = json.loads(body)
+        loaded, text = _load_json(body)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not valid JSON ({error})") from error
     if not isinstance(loaded, dict):
@@ -164,10 +164,25 @@ def read_chat_request(body: bytes, *, num_retries: int = 0) -> ChatRequest:
         has_log_probs=bool(fields.get("logprobs")),
         is_streamed=bool(fields.get("stream")),
         shows_usage=bool(options.get("include_usage")),
-        digest=hashlib.sha256(json.dumps(loaded, sort_keys=True).encode()).hexdigest(),
+        digest=hashlib.sha256(text).hexdigest(),
         num_retries=num_retries,
         without_effect=without_effect,
     )
+
+
+def _load_json(source: bytes | str) -> tuple[Any, bytes]:
+    """Return a value that is given in JSON, and its text with sorted keys.
+
+    A lone surrogate, such as half of an emoji that was cut, is no text that a tokenizer takes. It
+    becomes a question mark, as in results of tools. Raise ValueError or RecursionError.
+    """
+    loaded = json.loads(source)
+    text = json.dumps(loaded, sort_keys=True, ensure_ascii=False)
+    try:
+        return loaded, text.encode()
+    except UnicodeEncodeError:
+        whole = json.dumps(loaded, ensure_ascii=False).encode(errors="replace")
+        return json.loads(whole), text.encode(errors="replace")
 
 
 def _check_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -230,6 +245,8 @@ def _read_tools(tools: list[Any]) -> tuple[ToolSchema, ...]:
         function = tool.get("function") if isinstance(tool, dict) else None  # pyright: ignore
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestRefused("tools has an entry that is not a function", param="tools")
+        if not isinstance(function.get("parameters", {}), dict | None):  # pyright: ignore
+            raise RequestRefused("tools has parameters that are not an object", param="tools")
     return tuple(tools)
 
 
@@ -258,24 +275,26 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
         raise RequestRefused(f"{place} is not an object", param="messages")
     fields = {k: v for k, v in cast(dict[str, Any], message).items() if v not in (None, [], {})}
     role = fields.get("role")
-    if role not in _ROLES and role != "tool":
+    if not isinstance(role, str) or (role not in _ROLES and role != "tool"):
         raise RequestRefused(f"{place} has the role {_shown(role)}", param="messages")
     unknown = sorted(fields.keys() - _OF_MESSAGE)
     if unknown:
         rule = f"{place} has the field {unknown[0]!r}, which is not supported"
         raise RequestRefused(rule, param="messages")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(fields.get(name, ""), str):
+            raise RequestRefused(f"{place}.{name} is not a text", param="messages")
     content = _read_content(fields.get("content", ""), place)
     if role == "tool":
-        identity = fields.get("tool_call_id")
-        if not isinstance(identity, str):
+        if "tool_call_id" not in fields:
             raise RequestRefused(f"{place} has no tool_call_id", param="messages")
-        own = {"name": str(fields["name"])} if "name" in fields else {}
-        return {"role": "tool", "content": content, "tool_call_id": identity, **own}
+        own = {"name": fields["name"]} if "name" in fields else {}
+        return {"role": "tool", "content": content, "tool_call_id": fields["tool_call_id"], **own}
     read: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if role == "assistant" and "reasoning_content" in fields:
-        read["reasoning_content"] = str(fields["reasoning_content"])
+        read["reasoning_content"] = fields["reasoning_content"]
     if "tool_calls" in fields:
-        read["tool_calls"] = [_read_call(one, place) for one in fields["tool_calls"]]
+        read["tool_calls"] = _read_calls(fields["tool_calls"], f"{place}.tool_calls")
     return read
 
 
@@ -292,14 +311,25 @@ def _read_content(content: Any, place: str) -> str:
     return "".join(texts)
 
 
+def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestRefused(f"{place} is not a list", param="messages")
+    return [_read_call(one, f"{place}[{i}]") for i, one in enumerate(cast(list[Any], calls))]
+
+
 def _read_call(call: Any, place: str) -> dict[str, Any]:
     try:
         function = call["function"]
-        name, arguments = str(function["name"]), function["arguments"]
-        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        name, arguments = function["name"], function["arguments"]
+        loaded = _load_json(arguments)[0] if isinstance(arguments, str) else arguments
     except (TypeError, LookupError, ValueError, RecursionError) as error:
-        rule = f"{place} has a call whose function has no name, or no arguments in JSON"
+        rule = f"{place} has no function with a name and with arguments in JSON"
         raise RequestRefused(rule, param="messages") from error
+    if not isinstance(name, str):
+        raise RequestRefused(f"{place}.function.name is not a text", param="messages")
+    if not isinstance(loaded, dict):
+        rule = f"{place}.function.arguments={_shown(arguments)} is not an object in JSON"
+        raise RequestRefused(rule, param="messages")
     described = {"name": name, "arguments": loaded}
     return {"id": str(call.get("id")), "type": "function", "function": described}
 
