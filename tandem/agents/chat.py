@@ -18,6 +18,13 @@ from tandem.types import FinishReason, ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _OF_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_USED: Mapping[str, set[str]] = {
+    "system": {"role", "content", "tool_calls"},
+    "user": {"role", "content", "tool_calls"},
+    "assistant": {"role", "content", "tool_calls", "reasoning_content"},
+    "tool": {"role", "content", "tool_call_id", "name"},
+}
+"""The fields of a message that are read, by its role."""
 _READ = {
     *("messages", "model", "tools", "tool_choice", "stream", "stream_options", "stop", "logprobs"),
     *("max_tokens", "max_completion_tokens"),
@@ -154,11 +161,14 @@ def read_chat_request(body: bytes, *, num_retries: int = 0) -> ChatRequest:
         raise RequestRefused("the body is not an object")
     fields = {key: v for key, v in cast(dict[str, Any], loaded).items() if v is not None}
     without_effect = _check_fields(fields)
+    messages = _read_messages(fields.get("messages"))
+    tools = _read_tools(_typed(fields, "tools", kind=list) or [])
+    without_effect |= _find_unused(fields["messages"], tools)
     options = _typed(fields, "stream_options", kind=dict) or {}
     _check_known(options, {"include_usage", "include_obfuscation"}, where="stream_options")
     return ChatRequest(
-        messages=_read_messages(fields.get("messages")),
-        tools=_read_tools(_typed(fields, "tools", kind=list) or []),
+        messages=messages,
+        tools=tools,
         stops=_read_stops(fields.get("stop")),
         max_tokens=_read_max_tokens(fields),
         has_log_probs=bool(fields.get("logprobs")),
@@ -166,7 +176,7 @@ def read_chat_request(body: bytes, *, num_retries: int = 0) -> ChatRequest:
         shows_usage=bool(options.get("include_usage")),
         digest=hashlib.sha256(text).hexdigest(),
         num_retries=num_retries,
-        without_effect=without_effect,
+        without_effect=tuple(f"{key}={_shown(value)}" for key, value in without_effect.items()),
     )
 
 
@@ -185,7 +195,7 @@ def _load_json(source: bytes | str) -> tuple[Any, bytes]:
         return json.loads(whole), text.encode(errors="replace")
 
 
-def _check_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse what cannot be served; return the fields without effect."""
     for name, neutral in _NEUTRAL.items():
         if name in fields and fields[name] not in neutral:
@@ -203,7 +213,30 @@ def _check_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
     ignored = {name: fields[name] for name in fields if name in NO_EFFECT}
     if choice == "required":
         ignored["tool_choice"] = choice
-    return tuple(f"{name}={_shown(value)}" for name, value in ignored.items())
+    return ignored
+
+
+def _find_unused(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]
+) -> dict[str, Any]:
+    """Return the fields of messages and tools that are accepted and do nothing."""
+    unused = {
+        f"messages.{name}": value
+        for message in messages
+        for name, value in _filled(message).items()
+        if name not in _USED[_role_of(message)]
+    }
+    if any(tool["function"].get("strict") for tool in tools):
+        unused["tools.function.strict"] = True  # the policy is not forced to follow the schema
+    return unused
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value not in (None, [], {})}
+
+
+def _role_of(message: Mapping[str, Any]) -> str:
+    return _ROLES.get(message["role"], "tool")
 
 
 def _check_known(fields: Mapping[str, Any], known: set[str], *, where: str) -> None:
@@ -273,7 +306,7 @@ def _read_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 def _read_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestRefused(f"{place} is not an object", param="messages")
-    fields = {k: v for k, v in cast(dict[str, Any], message).items() if v not in (None, [], {})}
+    fields = _filled(cast(dict[str, Any], message))
     role = fields.get("role")
     if not isinstance(role, str) or (role not in _ROLES and role != "tool"):
         raise RequestRefused(f"{place} has the role {_shown(role)}", param="messages")

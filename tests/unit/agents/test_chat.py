@@ -63,6 +63,21 @@ def with_function(**fields: Any) -> dict[str, Any]:
     return {**CALL, "function": {"name": "look", "arguments": "{}", **fields}}
 
 
+def test_fields_of_messages_and_tools_that_do_nothing_are_named() -> None:
+    messages = [
+        {**USER, "name": "alice", "tool_calls": [], "refusal": None},
+        {**calling(CALL), "name": "poet", "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "name": "look", "content": "seen"},
+        {**USER, "tool_call_id": "c1"},
+    ]
+    strict = {"type": "function", "function": {"name": "look", "parameters": {}, "strict": True}}
+    chat = read_chat_request(body(messages=messages, tools=[TOOL, strict], user="u"))
+    named = {'user="u"', 'messages.name="poet"', 'messages.tool_call_id="c1"'}
+    assert set(chat.without_effect) == {*named, "tools.function.strict=true"}
+    loose = {"type": "function", "function": {"name": "look", "strict": False}}
+    assert read_chat_request(body(tools=[loose])).without_effect == ()
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "n=2 is not supported.*send a request for each"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not forced to write JSON"),
