@@ -18,6 +18,13 @@ from tandem.types import FinishReason, ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _OF_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_USED: Mapping[str, set[str]] = {
+    "system": {"role", "content", "tool_calls"},
+    "user": {"role", "content", "tool_calls"},
+    "assistant": {"role", "content", "tool_calls", "reasoning_content"},
+    "tool": {"role", "content", "tool_call_id", "name"},
+}
+"""The fields of a message that are read, by its role."""
 _READ = {
     *("messages", "model", "tools", "tool_choice", "stream", "stream_options", "stop", "logprobs"),
     *("max_tokens", "max_completion_tokens"),
@@ -147,30 +154,48 @@ class ChatSession(Protocol):
 def read_chat_request(body: bytes, *, num_retries: int = 0) -> ChatRequest:
     """Read a request. Raise RequestRefused with the name of the field that cannot be served."""
     try:
-        loaded = json.loads(body)
+        loaded, text = _load_json(body)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not valid JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise RequestRefused("the body is not an object")
     fields = {key: v for key, v in cast(dict[str, Any], loaded).items() if v is not None}
     without_effect = _check_fields(fields)
+    messages = _read_messages(fields.get("messages"))
+    tools = _read_tools(_typed(fields, "tools", kind=list) or [])
+    without_effect |= _find_unused(fields["messages"], tools)
     options = _typed(fields, "stream_options", kind=dict) or {}
     _check_known(options, {"include_usage", "include_obfuscation"}, where="stream_options")
     return ChatRequest(
-        messages=_read_messages(fields.get("messages")),
-        tools=_read_tools(_typed(fields, "tools", kind=list) or []),
+        messages=messages,
+        tools=tools,
         stops=_read_stops(fields.get("stop")),
         max_tokens=_read_max_tokens(fields),
         has_log_probs=bool(fields.get("logprobs")),
         is_streamed=bool(fields.get("stream")),
         shows_usage=bool(options.get("include_usage")),
-        digest=hashlib.sha256(json.dumps(loaded, sort_keys=True).encode()).hexdigest(),
+        digest=hashlib.sha256(text).hexdigest(),
         num_retries=num_retries,
-        without_effect=without_effect,
+        without_effect=tuple(f"{key}={_shown(value)}" for key, value in without_effect.items()),
     )
 
 
-def _check_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
+def _load_json(source: bytes | str) -> tuple[Any, bytes]:
+    """Return a value that is given in JSON, and its text with sorted keys.
+
+    A lone surrogate, such as half of an emoji that was cut, is no text that a tokenizer takes. It
+    becomes a question mark, as in results of tools. Raise ValueError or RecursionError.
+    """
+    loaded = json.loads(source)
+    text = json.dumps(loaded, sort_keys=True, ensure_ascii=False)
+    try:
+        return loaded, text.encode()
+    except UnicodeEncodeError:
+        whole = json.dumps(loaded, ensure_ascii=False).encode(errors="replace")
+        return json.loads(whole), text.encode(errors="replace")
+
+
+def _check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse what cannot be served; return the fields without effect."""
     for name, neutral in _NEUTRAL.items():
         if name in fields and fields[name] not in neutral:
@@ -188,7 +213,30 @@ def _check_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
     ignored = {name: fields[name] for name in fields if name in NO_EFFECT}
     if choice == "required":
         ignored["tool_choice"] = choice
-    return tuple(f"{name}={_shown(value)}" for name, value in ignored.items())
+    return ignored
+
+
+def _find_unused(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]
+) -> dict[str, Any]:
+    """Return the fields of messages and tools that are accepted and do nothing."""
+    unused = {
+        f"messages.{name}": value
+        for message in messages
+        for name, value in _filled(message).items()
+        if name not in _USED[_role_of(message)]
+    }
+    if any(tool["function"].get("strict") for tool in tools):
+        unused["tools.function.strict"] = True  # the policy is not forced to follow the schema
+    return unused
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value not in (None, [], {})}
+
+
+def _role_of(message: Mapping[str, Any]) -> str:
+    return _ROLES.get(message["role"], "tool")
 
 
 def _check_known(fields: Mapping[str, Any], known: set[str], *, where: str) -> None:
@@ -230,6 +278,8 @@ def _read_tools(tools: list[Any]) -> tuple[ToolSchema, ...]:
         function = tool.get("function") if isinstance(tool, dict) else None  # pyright: ignore
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestRefused("tools has an entry that is not a function", param="tools")
+        if not isinstance(function.get("parameters", {}), dict | None):  # pyright: ignore
+            raise RequestRefused("tools has parameters that are not an object", param="tools")
     return tuple(tools)
 
 
@@ -256,26 +306,28 @@ def _read_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 def _read_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestRefused(f"{place} is not an object", param="messages")
-    fields = {k: v for k, v in cast(dict[str, Any], message).items() if v not in (None, [], {})}
+    fields = _filled(cast(dict[str, Any], message))
     role = fields.get("role")
-    if role not in _ROLES and role != "tool":
+    if not isinstance(role, str) or (role not in _ROLES and role != "tool"):
         raise RequestRefused(f"{place} has the role {_shown(role)}", param="messages")
     unknown = sorted(fields.keys() - _OF_MESSAGE)
     if unknown:
         rule = f"{place} has the field {unknown[0]!r}, which is not supported"
         raise RequestRefused(rule, param="messages")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(fields.get(name, ""), str):
+            raise RequestRefused(f"{place}.{name} is not a text", param="messages")
     content = _read_content(fields.get("content", ""), place)
     if role == "tool":
-        identity = fields.get("tool_call_id")
-        if not isinstance(identity, str):
+        if "tool_call_id" not in fields:
             raise RequestRefused(f"{place} has no tool_call_id", param="messages")
-        own = {"name": str(fields["name"])} if "name" in fields else {}
-        return {"role": "tool", "content": content, "tool_call_id": identity, **own}
+        own = {"name": fields["name"]} if "name" in fields else {}
+        return {"role": "tool", "content": content, "tool_call_id": fields["tool_call_id"], **own}
     read: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if role == "assistant" and "reasoning_content" in fields:
-        read["reasoning_content"] = str(fields["reasoning_content"])
+        read["reasoning_content"] = fields["reasoning_content"]
     if "tool_calls" in fields:
-        read["tool_calls"] = [_read_call(one, place) for one in fields["tool_calls"]]
+        read["tool_calls"] = _read_calls(fields["tool_calls"], f"{place}.tool_calls")
     return read
 
 
@@ -292,14 +344,25 @@ def _read_content(content: Any, place: str) -> str:
     return "".join(texts)
 
 
+def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestRefused(f"{place} is not a list", param="messages")
+    return [_read_call(one, f"{place}[{i}]") for i, one in enumerate(cast(list[Any], calls))]
+
+
 def _read_call(call: Any, place: str) -> dict[str, Any]:
     try:
         function = call["function"]
-        name, arguments = str(function["name"]), function["arguments"]
-        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        name, arguments = function["name"], function["arguments"]
+        loaded = _load_json(arguments)[0] if isinstance(arguments, str) else arguments
     except (TypeError, LookupError, ValueError, RecursionError) as error:
-        rule = f"{place} has a call whose function has no name, or no arguments in JSON"
+        rule = f"{place} has no function with a name and with arguments in JSON"
         raise RequestRefused(rule, param="messages") from error
+    if not isinstance(name, str):
+        raise RequestRefused(f"{place}.function.name is not a text", param="messages")
+    if not isinstance(loaded, dict):
+        rule = f"{place}.function.arguments={_shown(arguments)} is not an object in JSON"
+        raise RequestRefused(rule, param="messages")
     described = {"name": name, "arguments": loaded}
     return {"id": str(call.get("id")), "type": "function", "function": described}
 

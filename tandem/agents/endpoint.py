@@ -144,7 +144,7 @@ class Endpoint:
                 await connection.send_json(200, {"status": "ok"})
                 return
             session = self._session_of(request)
-            if (request.method, request.path) == ("GET", _MODELS):
+            if request.path == _MODELS and request.method in ("GET", "HEAD"):
                 await connection.send_json(200, _models())
                 return
             _require_chat(request)
@@ -220,6 +220,7 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._http = h11.Connection(h11.SERVER)
+        self._is_head = False
 
     async def receive(self) -> _Request | None:
         """Return the next request; None at the end. Raise RequestRefused if it is too large."""
@@ -233,6 +234,7 @@ class _Connection:
                 self._http.receive_data(await self._reader.read(_READ_BYTES))
             elif isinstance(event, h11.Request):
                 head = event
+                self._is_head = event.method == b"HEAD"
             elif isinstance(event, h11.Data):
                 body += event.data
                 if len(body) > MAX_BODY_BYTES:
@@ -286,13 +288,14 @@ class _Connection:
         self._http.receive_data(received)
 
     async def send_json(self, status: int, content: Mapping[str, Any]) -> None:
-        """Send a whole answer."""
+        """Send a whole answer; to HEAD, its head alone."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return  # a stream has begun, or the connection is broken
         body = json.dumps(content).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
         await self._send(h11.Response(status_code=status, headers=headers))
-        await self._send(h11.Data(data=body))
+        if not self._is_head:
+            await self._send(h11.Data(data=body))
         await self._send(h11.EndOfMessage())
 
     async def begin_stream(self) -> None:

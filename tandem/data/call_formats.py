@@ -142,7 +142,8 @@ def parse_turn(
         ToolCall(
             call.call_id or call_id(first_call + index),
             call.name,
-            json.dumps(call.arguments, ensure_ascii=False),
+            # A lone surrogate, which JSON can escape, is no text that a tokenizer takes.
+            json.dumps(call.arguments, ensure_ascii=False).encode(errors="replace").decode(),
         )
         for index, call in enumerate(parts.calls)
     )

@@ -61,9 +61,9 @@ class _Turn:
     """A turn of the policy with the conversation that it ends.
 
     Attributes:
-        messages: the conversation with the turn as its last message.
+        messages: the conversation with the turn as its last message, if it is drawn.
         stop: the text that ended the turn; "" for none.
-        tip: the index of its span.
+        tip: the index of its span; ``ROOT`` as long as it is being drawn.
     """
 
     messages: Messages
@@ -89,12 +89,15 @@ class Drawing:
         point: the span that the turn follows.
         lane: the number of the stream of random numbers that it is drawn with.
         tip: the span of the turn, once it is drawn.
+        num_waiting: the number of requests that wait for the turn.
+        num_retries: how often its client had sent the request before, in the last one.
     """
 
     def __init__(self, chat: ChatRequest, *, tools: str, point: int, lane: int) -> None:
         self.chat, self.tools, self.point, self.lane = chat, tools, point, lane
         self.tip = ROOT
-        self.is_delivered = self.has_hung_up = False
+        self.is_delivered = False
+        self.num_waiting, self.num_retries = 1, chat.num_retries
         self._task: asyncio.Task[ChatReply] | None = None
 
     def begin(self, drawing: Coroutine[Any, Any, ChatReply]) -> None:
@@ -110,19 +113,30 @@ class Drawing:
     def confirm(self) -> None:
         """See ``PendingReply``."""
         self.is_delivered = True
+        self.num_waiting -= 1
 
     def hang_up(self) -> None:
         """See ``PendingReply``."""
-        self.has_hung_up = True
+        self.num_waiting -= 1
 
-    def is_repeated_by(self, chat: ChatRequest) -> bool:
-        """Return whether a request asks for this turn once more."""
-        is_lost = self.has_hung_up and not self.is_delivered
-        return self.chat.digest == chat.digest and (is_lost or chat.num_retries > 0)
+    @property
+    def is_lost(self) -> bool:
+        """Whether each client that asked for the turn has hung up before it got it."""
+        return not self.is_delivered and self.num_waiting == 0
+
+    def repeat(self, chat: ChatRequest) -> None:
+        """Let one more request wait for the turn."""
+        self.num_waiting += 1
+        self.num_retries = chat.num_retries
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the turn is being drawn."""
+        return self._task is not None and not self._task.done()
 
     async def end(self) -> None:
         """Wait no longer for the engine."""
-        if self._task is not None and not self._task.done():
+        if self._task is not None and self.is_under_way:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
@@ -135,8 +149,6 @@ class ProgramSession:
 
     Attributes:
         failure: why the episode is no evidence about the policy; "" if nothing failed.
-        limit: the bound that a request was refused for; None for none.
-        refusal: the last refusal of a request; "" for none.
         deadline: the deadline of the episode, if it has one now. It stands still from the first
             request until the first turn, which may have to wait for rows of the engine.
     """
@@ -157,8 +169,9 @@ class ProgramSession:
         self._settled = asyncio.Condition()
         self._ended_s = 0.0
         self._waits_s: list[float] = []
-        self.failure = self.refusal = ""
-        self.limit: EpisodeEnd | None = None
+        self.failure = ""
+        self._limit: tuple[EpisodeEnd | None, int] = None, 0
+        self._refusal = "", 0
         self.deadline: asyncio.Timeout | None = None
 
     @property
@@ -166,12 +179,27 @@ class ProgramSession:
         """Whether the program has got a turn."""
         return any(one.is_delivered for one in self._drawings)
 
+    @property
+    def limit(self) -> EpisodeEnd | None:
+        """The bound that a request was refused for; None if there is none, or a later turn."""
+        end, num_before = self._limit
+        return None if self._has_turn_since(num_before) else end
+
+    @property
+    def refusal(self) -> str:
+        """The last refusal of a request; "" if there is none, or a later turn."""
+        text, num_before = self._refusal
+        return "" if self._has_turn_since(num_before) else text
+
+    def _has_turn_since(self, num_before: int) -> bool:
+        """Return whether the program has got a turn that began after this number of others."""
+        return any(one.is_delivered for one in self._drawings[num_before:])
+
     def request(self, chat: ChatRequest) -> Drawing:
         """See ``ChatSession``. A request that is repeated gets the turn that it asked for."""
-        repeated = (one for one in reversed(self._drawings) if one.is_repeated_by(chat))
-        known = next(repeated, None)
+        known = self._find_repeated(chat)
         if known is not None:
-            known.has_hung_up = False
+            known.repeat(chat)
             return known
         self._require_turns()
         tools = json.dumps(chat.tools)
@@ -202,10 +230,26 @@ class ProgramSession:
         drawing.begin(self._draw(drawing, request))
         return drawing
 
+    def _find_repeated(self, chat: ChatRequest) -> Drawing | None:
+        """Return the turn that a request asks for once more; None if it asks for a new one.
+
+        A turn that was lost goes to the next equal request. That a client is gone may be unknown
+        when it sends its request again. Then the turn is the only one that a client may still wait
+        for, or else the only one that was sent to a client. If several can be the turn, none is
+        taken: all but one belong to other requests.
+        """
+        equal = [one for one in self._drawings if one.chat.digest == chat.digest]
+        lost = next((one for one in equal if one.is_lost), None)
+        if lost is not None:
+            return lost
+        earlier = [one for one in equal if one.num_retries < chat.num_retries]
+        likely = [one for one in earlier if not one.is_delivered] or earlier
+        return likely[0] if len(likely) == 1 else None
+
     def _require_turns(self) -> None:
         most = self._conversing.limits.max_assistant_turns
         if most is not None and len(self._drawings) >= most:
-            self.limit = EpisodeEnd.TURNS
+            self._limit = EpisodeEnd.TURNS, len(self._drawings)
             rule = f"the episode has had its {most} turns (multi_turn.max_assistant_turns)"
             raise RequestRefused(rule, code="max_turns")
 
@@ -213,7 +257,7 @@ class ProgramSession:
         """Refuse a conversation that has no room, whatever its tokens are."""
         most = self._conversing.max_prompt_tokens + self._request.sampling.max_new_tokens
         if dialogue.is_surely_longer(chat.messages, most):
-            self.limit = EpisodeEnd.LENGTH
+            self._limit = EpisodeEnd.LENGTH, len(self._drawings)
             rule = f"the conversation has more than {most} tokens, and there is no room for a turn"
             raise RequestRefused(rule, code="context_length_exceeded")
 
@@ -233,7 +277,7 @@ class ProgramSession:
 
     def refuse(self, error: RequestRefused) -> None:
         """See ``ChatSession``."""
-        self.refusal = str(error)
+        self._refusal = str(error), len(self._drawings)
 
     async def close(self) -> None:
         """Wait for no further turn."""
@@ -244,7 +288,8 @@ class ProgramSession:
     def trajectory(self, verdict: EpisodeRecord) -> Trajectory:
         """Return the turns that the program has got, with how the episode ended."""
         got = [one.tip for one in self._drawings if one.is_delivered]
-        longest = max((turn.messages for turn in self._turns), key=len, default=())
+        delivered = [turn.messages for turn in self._turns if turn.tip in got]
+        longest = max(delivered, key=len, default=())
         record = replace(
             verdict,
             messages=tuple(longest),
@@ -272,7 +317,7 @@ class ProgramSession:
 
     def _require_room(self, chat: ChatRequest, num_prompt_tokens: int) -> None:
         if self._budget(chat, num_prompt_tokens) <= 0:
-            self.limit = EpisodeEnd.LENGTH
+            self._limit = EpisodeEnd.LENGTH, len(self._drawings)
             raise RequestRefused(
                 f"the conversation has {num_prompt_tokens} tokens, {self._num_drawn} of the "
                 f"episode were drawn, and there is no room for a turn",
@@ -326,21 +371,28 @@ class ProgramSession:
         ids = dialogue.encode_whole(messages)
         after, num_shared = self._tree.find(ids)
         goes_on = any(turn.tip == after for turn in self._turns)
-        if not self._turns or (goes_on and after not in self._tree.parents):
+        if goes_on and after not in self._tree.parents:
             return after, ids[num_shared:], ""
         reason = (RENDERED if renders else EDITED) if last else self._reason(messages, tools)
         return after, ids[num_shared:], reason
 
     def _reason(self, messages: Messages, tools: str) -> str:
-        """Return why a request continues no conversation that is known."""
-        nearest = max(self._turns, key=lambda turn: turn.begins(messages))
+        """Return why a request continues no conversation that is known; "" for the first one."""
+        begun = [one for one in self._drawings if one.is_under_way]
+        asked = [_Turn(one.chat.messages, one.tools, stop="", tip=ROOT) for one in begun]
+        known = [*self._turns, *asked]
+        nearest = max(known, key=lambda turn: turn.begins(messages), default=None)
+        if nearest is None:
+            return ""
         num_equal = nearest.begins(messages)
-        if nearest.tools != tools:
-            return TOOLS_CHANGED
         if num_equal == 0:
             return SEPARATE
+        if nearest.tools != tools:
+            return TOOLS_CHANGED
         if num_equal == len(messages):
             return RESAMPLED
+        if nearest.tip == ROOT and num_equal == len(nearest.messages):
+            return COMPACTED  # it leaves out the turn that is being drawn
         if num_equal < len(nearest.messages):
             ours, theirs = nearest.messages[num_equal], messages[num_equal]
             if drops_thought(ours, theirs):

@@ -19,7 +19,7 @@ from tandem.agents.setup import Access
 from tandem.data.span_tree import rows_of
 from tandem.pipeline.sessions import ProgramSession
 from tandem.types import EpisodeEnd, EpisodeRecord, GenerationRequest, SamplingParams, Trajectory
-from tests.unit.pipeline.test_sessions import (
+from tests.fakes.played_programs import (
     QWEN,
     SAMPLE,
     ScriptedRollout,

@@ -24,7 +24,7 @@ from tandem.agents.setup import ProgramEnd, ProgramSpec, Task
 from tandem.data.span_tree import rows_of
 from tandem.pipeline.sessions import ProgramSession
 from tandem.types import EpisodeEnd, EpisodeRecord, GenerationRequest, SamplingParams
-from tests.unit.pipeline.test_sessions import QWEN, SAMPLE, ScriptedRollout, conversing_of
+from tests.fakes.played_programs import QWEN, SAMPLE, ScriptedRollout, conversing_of
 
 PYTHON = os.environ.get("TANDEM_VERIFIERS_PYTHON", "")
 ROOT = Path(__file__).parents[2]

@@ -55,7 +55,30 @@ def test_a_request_is_read_in_one_form() -> None:
     assert again.digest == chat.digest, "the order of fields does not count"
 
 
-REFUSED = [
+def calling(call: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def with_function(**fields: Any) -> dict[str, Any]:
+    return {**CALL, "function": {"name": "look", "arguments": "{}", **fields}}
+
+
+def test_fields_of_messages_and_tools_that_do_nothing_are_named() -> None:
+    messages = [
+        {**USER, "name": "alice", "tool_calls": [], "refusal": None},
+        {**calling(CALL), "name": "poet", "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "name": "look", "content": "seen"},
+        {**USER, "tool_call_id": "c1"},
+    ]
+    strict = {"type": "function", "function": {"name": "look", "parameters": {}, "strict": True}}
+    chat = read_chat_request(body(messages=messages, tools=[TOOL, strict], user="u"))
+    named = {'user="u"', 'messages.name="poet"', 'messages.tool_call_id="c1"'}
+    assert set(chat.without_effect) == {*named, "tools.function.strict=true"}
+    loose = {"type": "function", "function": {"name": "look", "strict": False}}
+    assert read_chat_request(body(tools=[loose])).without_effect == ()
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "n=2 is not supported.*send a request for each"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not forced to write JSON"),
     ({"logit_bias": {"1": 5}}, "logit_bias", "logit_bias="),
@@ -79,8 +102,20 @@ REFUSED = [
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}, USER]},
         "messages",
-        "no arguments in JSON",
+        r"messages.0..tool_calls.0. has no function with a name and with arguments in JSON",
     ),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", r'the role \["user"\]'),
+    ({"messages": [{"role": {"a": 1}, "content": "x"}]}, "messages", "messages.0. has the role"),
+    ({"messages": [{**USER, "name": 5}]}, "messages", "messages.0..name is not a text"),
+    ({"messages": [{"role": "tool", "tool_call_id": 5}]}, "messages", "tool_call_id is not a text"),
+    ({"messages": [{**USER, "tool_calls": 5}]}, "messages", "messages.0..tool_calls is not a list"),
+    ({"messages": [calling(5)]}, "messages", "messages.0..tool_calls.0. has no function"),
+    ({"messages": [calling({**CALL, "function": "x"})]}, "messages", "has no function"),
+    ({"messages": [calling(with_function(name=None))]}, "messages", "name is not a text"),
+    ({"messages": [calling(with_function(arguments="null"))]}, "messages", "arguments=.*null"),
+    ({"messages": [calling(with_function(arguments='"x"'))]}, "messages", "not an object in JSON"),
+    ({"messages": [calling(with_function(arguments=[1]))]}, "messages", r"arguments=\[1\] is not"),
+    ({"tools": [{"function": {"name": "x", "parameters": 5}}]}, "tools", "are not an object"),
 ]
 
 
@@ -99,6 +134,30 @@ def test_what_cannot_be_served_is_refused_by_its_name(
 def test_a_body_that_is_no_object_is_refused(text: bytes) -> None:
     with pytest.raises(RequestRefused, match="the body is not"):
         read_chat_request(text)
+
+
+CUT = chr(0xD83D)
+
+
+def test_a_lone_surrogate_becomes_a_question_mark_wherever_it_stands() -> None:
+    """JavaScript writes one for an emoji that was cut, and no tokenizer takes it."""
+    tool = {"type": "function", "function": {"name": "look", "description": f"d{CUT}"}}
+    messages = [
+        {"role": "user", "content": f"happy {CUT}"},
+        calling(with_function(arguments=json.dumps({"a": f"x{CUT}"}))),
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": f"{CUT}!"}]},
+    ]
+    fields = {"messages": messages, "tools": [tool], "stop": [f"E{CUT}"]}
+    escaped = body(**fields)
+    raw = json.dumps({"model": "m", **fields}, ensure_ascii=False).encode(errors="surrogatepass")
+    for text in (escaped, raw):
+        chat = read_chat_request(text)
+        user, said, result = chat.messages
+        assert (user["content"], result["content"]) == ("happy ?", "?!")
+        assert said["tool_calls"][0]["function"]["arguments"] == {"a": "x?"}
+        assert chat.tools[0]["function"]["description"] == "d?" and chat.stops == ("E?",)
+    whole = read_chat_request(body(messages=[{"role": "user", "content": chr(0x1F600)}]))
+    assert whole.messages[0]["content"] == chr(0x1F600)
 
 
 def test_an_answer_is_an_object_or_the_events_of_a_stream() -> None:

@@ -209,6 +209,44 @@ def test_m28_a_request_without_a_key_of_an_episode_is_refused() -> None:
     run(check)
 
 
+def test_head_is_answered_as_get_without_a_body() -> None:
+    async def check(endpoint: Endpoint, access: Access, session: Session) -> None:
+        headers = {"authorization": f"Bearer {access.api_key}"}
+        url = access.base_url[:-3]
+        async with httpx.AsyncClient(trust_env=False, timeout=None, base_url=url) as plain:
+            for path, status in (("/health", 200), ("/v1/models", 200), ("/v1/x", 404)):
+                got = await plain.get(path, headers=headers)
+                head = await plain.head(path, headers=headers)
+                assert head.status_code == got.status_code == status and not head.content
+                assert head.headers["content-length"] == got.headers["content-length"]
+            head = await plain.head("/v1/chat/completions", headers=headers)
+            assert head.status_code == 405 and not head.content
+            assert (await plain.head("/v1/models")).status_code == 401
+        assert not session.chats
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("message", "rule"),
+    [
+        ({"role": ["user"], "content": "x"}, "messages[0] has the role"),
+        ({"role": "assistant", "tool_calls": 5}, "messages[0].tool_calls is not a list"),
+    ],
+)
+def test_a_message_of_a_wrong_form_is_refused_by_its_field(message: Any, rule: str) -> None:
+    async def check(endpoint: Endpoint, access: Access, session: Session) -> None:
+        headers = {"authorization": f"Bearer {access.api_key}"}
+        url = f"{access.base_url}/chat/completions"
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as plain:
+            answer = await plain.post(url, json={"messages": [message]}, headers=headers)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["message"].startswith(rule)
+        assert error["param"] == "messages" and len(session.refusals) == 1
+
+    run(check)
+
+
 def test_m28_a_large_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BODY_BYTES", 1 << 20)
 

@@ -170,6 +170,12 @@ def test_a_parameter_of_any_value_has_no_type() -> None:
     assert calls(turn) == [("find", {"q": 7, "k": 3})]
 
 
+def test_a_lone_surrogate_that_a_call_escapes_becomes_a_question_mark() -> None:
+    text = VALID["hermes"].format(name="find", json=r'{"q": "\ud83d \ud83d\ude00"}')
+    (call,) = parse_turn(text, CALL_FORMATS["hermes"], tools=TOOLS).calls
+    assert json.loads(call.arguments) == {"q": f"? {chr(0x1F600)}"}
+
+
 def test_arguments_may_be_json_in_a_text() -> None:
     turn = parse('<tool_call>{"name": "find", "arguments": "{\\"q\\": 1}"}</tool_call>', "hermes")
     assert calls(turn) == [("find", {"q": 1})]

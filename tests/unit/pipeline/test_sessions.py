@@ -4,38 +4,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tandem.agents.chat import ChatReply, ChatRequest, RequestRefused, read_chat_request
-from tandem.agents.setup import Access, ProgramEnd, ProgramSpec, Task
-from tandem.data.call_formats import CALL_FORMATS
+from tandem.agents.chat import RequestRefused
 from tandem.data.routes import routes_of
 from tandem.data.span_tree import rows_of
 from tandem.data.tokenizer import TextCodec
-from tandem.pipeline.conversing import Conversing, HostedPrograms, TurnLimits
 from tandem.pipeline.episodes import outcome_of_end
-from tandem.pipeline.sessions import LANE, Drawing, ProgramSession, _cut_at_stop, play_program
+from tandem.pipeline.sessions import LANE, _cut_at_stop
 from tandem.types import (
     Completion,
     EpisodeEnd,
     FinishReason,
-    GenerationRequest,
-    Prompt,
     RewardStatus,
-    SamplingParams,
     Span,
     Trajectory,
 )
 from tests.fakes.made_tokenizers import codec_for
+from tests.fakes.played_programs import QWEN, SAMPLE, USER, Agent, Program, check_tokens, play
 
-QWEN = codec_for("qwen2_5")
 LOOK: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -45,142 +37,6 @@ LOOK: dict[str, Any] = {
     },
 }
 CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "x"}}\n</tool_call><|im_end|>'
-SAMPLE = 56
-USER = {"role": "user", "content": "q"}
-
-
-class ScriptedRollout:
-    """A policy that draws given texts. Each id of a text is its own random number's index."""
-
-    version = 3
-
-    def __init__(self, turns: Sequence[str], codec: TextCodec) -> None:
-        self._turns = iter(turns)
-        self._codec = codec
-        self.requests: list[GenerationRequest] = []
-        self.completions: list[Completion] = []
-        self.forgotten: list[int] = []
-        self.is_held = asyncio.Event()
-        self.is_held.set()
-
-    def submit_apart(self, request: GenerationRequest) -> list[asyncio.Future[Any]]:
-        (sample_id,) = request.sample_ids
-        self.requests.append(request)
-        text = next(self._turns)
-        ids = array("i", self._codec.encode([text])[0][: request.sampling.max_new_tokens])
-        if text == "NAN":
-            reason = FinishReason.FAILED
-        else:
-            reason = FinishReason.STOP if ids[-1] in self._codec.eos_ids else FinishReason.LENGTH
-        log_probs = array("f", [-0.5] * len(ids))
-        completion = Completion(sample_id, ids, log_probs, reason, self.version)
-        self.completions.append(completion)
-
-        async def deliver() -> tuple[Completion, ...]:
-            await self.is_held.wait()
-            return (completion,)
-
-        return [asyncio.ensure_future(deliver())]
-
-    async def forget(self, sample_ids: Sequence[int]) -> None:
-        self.forgotten += sample_ids
-
-
-class Agent:
-    """A program in this process, with the session that its requests reach."""
-
-    def __init__(self, session: ProgramSession) -> None:
-        self.session = session
-
-    def begin(self, messages: Sequence[Any], **fields: Any) -> Drawing:
-        retries = fields.pop("num_retries", 0)
-        body = json.dumps({"messages": list(messages), **fields}).encode()
-        chat: ChatRequest = read_chat_request(body, num_retries=retries)
-        try:
-            return self.session.request(chat)
-        except RequestRefused as error:
-            self.session.refuse(error)
-            raise
-
-    async def ask(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
-        drawing = self.begin(messages, **fields)
-        reply: ChatReply = await drawing.reply()
-        drawing.confirm()
-        return reply.message()
-
-
-def conversing_of(codec: TextCodec, programs: Any = None, **limits: Any) -> Conversing:
-    known: dict[str, Any] = {"max_assistant_turns": None, "max_user_turns": None, "timeout_s": 60.0}
-    pool: Any = None
-    max_prompt_tokens = limits.pop("max_prompt_tokens", 600)
-    return Conversing(
-        codec,
-        pool,
-        CALL_FORMATS["hermes"],
-        {},
-        TurnLimits(**{**known, **limits}),
-        max_prompt_tokens=max_prompt_tokens,
-        programs=programs,
-    )
-
-
-Program = Callable[[Agent], Awaitable[Any]]
-
-
-def play(
-    program: Program,
-    *turns: str,
-    codec: TextCodec = QWEN,
-    budget: int = 300,
-    gives_reward: bool = False,
-    **limits: Any,
-) -> tuple[Trajectory, ScriptedRollout]:
-    """Play an episode of a program; an exception of it is its failure."""
-    made: list[ScriptedRollout] = []
-
-    async def main() -> Trajectory:
-        rollout = ScriptedRollout(turns, codec)
-        made.append(rollout)
-        sessions: list[ProgramSession] = []
-        endpoint: Any = SimpleNamespace(
-            admit=lambda session: sessions.append(session) or Access("", "", ""),
-            close=lambda access: None,
-        )
-
-        async def run(name: str, task: Task, *, access: Access) -> ProgramEnd:
-            assert (name, task.episode_id, task.seed) == ("mine", (7, SAMPLE), 7)
-            try:
-                return ProgramEnd(await program(Agent(sessions[0])))
-            except (RuntimeError, RequestRefused) as error:
-                return ProgramEnd(failure=str(error))
-
-        spec = ProgramSpec("mine", target="x.y", gives_reward=gives_reward)
-        programs: Any = SimpleNamespace(
-            specs={"mine": spec}, run=run, place=lambda name: asyncio.Semaphore(1)
-        )
-        conversing = conversing_of(codec, HostedPrograms(programs, endpoint), **limits)
-        text = codec.render([[USER]])[0]
-        ids = tuple(codec.encode([text])[0])
-        prompt = Prompt(7, 0, ids, text, "s", "42", messages=[USER], agent="mine")
-        request = GenerationRequest((SAMPLE,), ids, SamplingParams(1.0, 1.0, -1, budget))
-        engine: Any = rollout
-        return await play_program(prompt, request, conversing=conversing, rollout=engine)
-
-    return asyncio.run(main()), made[0]
-
-
-def check_tokens(trajectory: Trajectory, rollout: ScriptedRollout) -> None:
-    """Each row ends with a request as the engine got it and the tokens as it drew them."""
-    rows = rows_of(trajectory)
-    asked = {
-        tuple([*request.prompt_ids, *drawn.token_ids])
-        for request, drawn in zip(rollout.requests, rollout.completions, strict=True)
-    }
-    for row in rows:
-        assert tuple([*row.prompt_ids, *row.response_ids]) in asked
-    with_loss = [token for row in rows for one in row.completions for token in one.token_ids]
-    drawn = [token for one in trajectory.completions for token in one.token_ids]
-    assert sorted(with_loss) == sorted(drawn)
 
 
 def end_of(trajectory: Trajectory) -> tuple[EpisodeEnd, tuple[str, ...], str]:
@@ -337,6 +193,32 @@ def test_requests_at_the_same_time_are_branches_with_random_numbers_of_their_own
     assert {one.sample_id for one in trajectory.completions} == {SAMPLE}
 
 
+SYSTEM = {"role": "system", "content": "s"}
+PARALLEL: list[tuple[list[Any], dict[str, Any], tuple[str, ...]]] = [
+    ([USER], {}, ("resampled", "resampled")),
+    ([SYSTEM, USER], {}, ("separate", "resampled")),
+    ([SYSTEM, USER], {"tools": [LOOK]}, ("separate", "resampled")),
+    ([USER], {"tools": [LOOK]}, ("tools_changed", "resampled")),
+    ([USER, MORE], {}, ("compacted", "resampled")),
+]
+
+
+@pytest.mark.parametrize(("messages", "fields", "reasons"), PARALLEL)
+def test_a_request_at_the_time_of_the_first_one_forks_with_its_reason(
+    messages: list[Any], fields: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    """The third request is sent when the first two have their turns; it is the first once more."""
+
+    async def program(agent: Agent) -> None:
+        await asyncio.gather(agent.ask([USER]), agent.ask(messages, **fields))
+        await agent.ask([USER])
+
+    trajectory, rollout = play(program, "a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, reasons, "")
+    assert len(rows_of(trajectory)) == 3
+    check_tokens(trajectory, rollout)
+
+
 def test_requests_at_the_same_time_share_the_budget_of_the_episode() -> None:
     """Of three with up to 5 tokens each, two fit into 12 at once, and the third gets the rest."""
     refused: list[str] = []
@@ -376,6 +258,60 @@ def test_m24_a_request_that_is_repeated_gets_the_same_turn_once() -> None:
     assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_m24_of_equal_requests_the_one_that_is_repeated_gets_its_own_turn(place: int) -> None:
+    """A client gives up while two others wait or have their turns; it sends its request again."""
+
+    async def program(agent: Agent) -> None:
+        drawings = [agent.begin([USER]) for _ in range(3)]
+        lost = drawings.pop(place)
+        await drawings[0].reply()
+        drawings[0].confirm()
+        lost.hang_up()
+        again = agent.begin([USER], num_retries=1)
+        assert again is lost
+        again.hang_up()
+        for one in (agent.begin([USER], num_retries=2), drawings[1]):
+            await one.reply()
+            one.confirm()
+
+    trajectory, rollout = play(program, *(f"{word}<|im_end|>" for word in ("a", "b", "c")))
+    assert len(rollout.requests) == len(trajectory.completions) == 3
+    check_tokens(trajectory, rollout)
+
+
+def test_m24_a_repeated_request_whose_turn_is_unknown_gets_no_turn_of_another_request() -> None:
+    """Its client is gone, which nobody has noticed, and two equal requests may be its own."""
+
+    async def program(agent: Agent) -> None:
+        first = agent.begin([USER])
+        assert agent.begin([USER], num_retries=1) is first, "the only one"
+        second = agent.begin([USER], num_retries=1)
+        assert second is not first, "the first has been sent again once, and this is no second time"
+        await first.reply()
+        first.confirm()
+        assert agent.begin([USER], num_retries=2) is second, "the other client has its turn"
+        await second.reply()
+        second.confirm()
+        third = agent.begin([USER], num_retries=3)
+        assert third not in (first, second)
+        await third.reply()
+        third.confirm()
+
+    trajectory, _ = play(program, *(f"{word}<|im_end|>" for word in ("a", "b", "c")))
+    assert len(trajectory.completions) == 3
+
+
+def test_m24_a_turn_that_a_second_request_waits_for_is_not_lost_when_the_first_hangs_up() -> None:
+    async def program(agent: Agent) -> None:
+        first = agent.begin([USER])
+        again = agent.begin([USER], num_retries=1)
+        first.hang_up()
+        assert agent.begin([USER]) is not again
+
+    play(program, "a<|im_end|>", "b<|im_end|>")
+
+
 def test_m24_a_turn_that_the_agent_never_got_is_not_trained_on() -> None:
     async def program(agent: Agent) -> None:
         said = await agent.ask([USER])
@@ -386,6 +322,9 @@ def test_m24_a_turn_that_the_agent_never_got_is_not_trained_on() -> None:
     trajectory, _ = play(program, "a<|im_end|>", "b<|im_end|>")
     assert len(trajectory.completions) == 1
     assert [span.completion is not None for span in trajectory.spans] == [False, True]
+    record = trajectory.episode
+    assert record is not None and record.num_turns == 2
+    assert list(record.messages) == [USER, {"role": "assistant", "content": "a"}]
 
 
 async def never(agent: Agent) -> None:
@@ -459,6 +398,39 @@ def test_a_bound_is_told_to_the_agent_and_the_episode_is_scored(
     assert len(rollout.requests) == 1
 
 
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_an_agent_that_goes_on_after_a_refusal_is_judged_by_how_it_ends(ends_well: bool) -> None:
+    """It shortens its history and gets a turn; an error after that is one of its own."""
+
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER], max_tokens=3)
+        with pytest.raises(RequestRefused) as caught:
+            await agent.ask([USER, said, {"role": "user", "content": "web page " * 2000}])
+        assert caught.value.code == "context_length_exceeded"
+        await agent.ask([USER, said, MORE], max_tokens=3)
+        if not ends_well:
+            raise RuntimeError("KeyError: 'x' (agent.py:9)")
+
+    trajectory, _ = play(program, "one<|im_end|>", "two<|im_end|>")
+    found = (EpisodeEnd.DONE, (), "")
+    if not ends_well:
+        found = (EpisodeEnd.FAILED, (), "the agent: KeyError: 'x' (agent.py:9)")
+    assert end_of(trajectory) == found
+
+
+def test_a_turn_that_began_before_a_refusal_does_not_clear_it() -> None:
+    async def program(agent: Agent) -> None:
+        early = agent.begin([USER], max_tokens=3)
+        with pytest.raises(RequestRefused):
+            await agent.ask([{"role": "user", "content": "web page " * 2000}])
+        await early.reply()
+        early.confirm()
+        raise RuntimeError("the client raised BadRequestError")
+
+    trajectory, _ = play(program, "one<|im_end|>")
+    assert end_of(trajectory)[0] is EpisodeEnd.LENGTH and outcome_of_end(trajectory) is None
+
+
 def test_a_conversation_without_room_is_refused_before_it_is_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -498,6 +470,11 @@ def test_malformed_calls_are_text_as_other_servers_show_them() -> None:
         await agent.ask([USER, said, MORE], tools=[LOOK])
 
     trajectory, _ = play(program, "<tool_call>\n{\n</tool_call><|im_end|>", "b<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
+
+
+def test_a_call_with_a_lone_surrogate_goes_on_as_the_agent_restates_it() -> None:
+    trajectory, _ = play(play_with_tool, CALL.replace('"x"', r'"\ud83d"'), "It is 42.<|im_end|>")
     assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
 
 
