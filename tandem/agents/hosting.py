@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that are functions of the user, in a child process that plays many episodes at once.
 
-A coroutine runs on the event loop of the process, a plain function in a thread of its own. An
+A coroutine runs on the event loop of the process, a plain function in a thread of its own. What a
+plain function returns is awaited if it can be: it may be a decorated coroutine function. An
 exception fails the episode. An agent that is stopped is cancelled; a thread cannot be, and is
 counted, so that its process gets no further episodes.
 """
@@ -14,10 +15,11 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tandem.agents.setup import AGENTS_KEY, Access, ProgramSpec, Task
-from tandem.agents.tools import ToolEpisode, run_in_thread
+from tandem.agents.tools import UNFINISHED, ToolEpisode, run_in_thread
 from tandem.config.schema.imports import describe
 from tandem.errors import UserError
 
@@ -81,7 +83,12 @@ async def _call(
 ) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(play.task, play.access, **arguments)
-    return await run_in_thread(lambda: function(play.task, play.access, **arguments), episode)
+    work = partial(function, play.task, play.access, **arguments)
+    returned = await run_in_thread(work, episode)
+    if isinstance(returned, UNFINISHED):
+        kind = type(returned).__name__
+        raise TypeError(f"it returned an object of the type {kind}, which nothing runs")
+    return returned
 
 
 def _load(spec: ProgramSpec) -> Callable[..., Any]:

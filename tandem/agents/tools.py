@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ from tandem.types import ToolCall, ToolStatus
 
 _NO_OBJECT = ""
 _CUT = "...(truncated)"
+UNFINISHED = (Iterator, AsyncIterator, Awaitable)
+"""The kinds of values that stand for work that has not been done, such as generators."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -106,7 +108,11 @@ class ToolEpisode:
 
 
 class FunctionOfUser:
-    """A function tool. A plain function runs in a thread of its own, which may hang."""
+    """A function tool.
+
+    A plain function runs in a thread of its own, which may hang. If it returns an awaitable, that
+    runs on the event loop.
+    """
 
     timeout_s: float | None = None
 
@@ -344,6 +350,9 @@ def read_return(returned: Any) -> tuple[str, float | None]:
         if getattr(returned, "image", None) or getattr(returned, "video", None):
             raise TypeError("a tool returned an image or a video, and models are text only")
         text = returned.text or ""
+    elif isinstance(returned, UNFINISHED):
+        kind = type(returned).__name__
+        raise TypeError(f"a tool returned an object of the type {kind}, and no finished result")
     else:
         text = str(returned)
     # A lone surrogate is no text that a tokenizer takes.
@@ -388,7 +397,10 @@ def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, A
 
 
 async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> Any:
-    """Run a function in a thread that nothing waits for if it hangs."""
+    """Run a function in a thread that nothing waits for if it hangs.
+
+    If it returns an awaitable, as a decorated coroutine function does, return what that gives.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -412,7 +424,8 @@ async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> An
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        return await done
+        result = await done
     except asyncio.CancelledError:
         episode.num_hung += 1
         raise
+    return await result if inspect.isawaitable(result) else result

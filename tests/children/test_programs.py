@@ -21,7 +21,7 @@ from tandem.errors import UserError
 
 ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")
 FUNCTIONS = """
-import asyncio, os, signal, time
+import asyncio, functools, os, signal, time
 
 async def solve(task, endpoint, bonus=0.0):
     assert endpoint.api_key == "key"
@@ -41,6 +41,27 @@ def hang(task, endpoint):
 
 async def die(task, endpoint):
     os.kill(os.getpid(), signal.SIGKILL)
+
+def timed(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+@timed
+async def decorated(task, endpoint):
+    await asyncio.sleep(0.01)
+    return 0.75
+
+class Solver:
+    async def __call__(self, task, endpoint):
+        await asyncio.sleep(0.01)
+        return 0.25
+
+solver = Solver()
+
+async def pages(task, endpoint):
+    yield 1.0
 
 def takes_one(task):
     pass
@@ -210,6 +231,13 @@ def test_functions_play_many_episodes_in_one_process(folder: Path) -> None:
     assert solved == ProgramEnd({"reward": 1.25}) and plain == ProgramEnd(0.5)
     assert stumbled is not None and stumbled.failure == "KeyError: 'x' (made_agents.py:12)"
     assert "KeyError" in (folder / "log").read_text()
+
+
+def test_a_decorated_coroutine_and_an_object_with_one_are_awaited(folder: Path) -> None:
+    decorated, solver, pages = run(folder, *map(function, ("decorated", "solver", "pages")))
+    assert (decorated, solver) == (ProgramEnd(0.75), ProgramEnd(0.25))
+    cause = "TypeError: it returned an object of the type async_generator, which nothing runs"
+    assert pages is not None and pages.failure.startswith(cause)
 
 
 @pytest.mark.parametrize("name", ["linger", "hang"])

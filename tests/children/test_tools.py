@@ -114,7 +114,7 @@ class Strict(BaseInteraction):
             file.write("f")
 '''
 FUNCTIONS = '''
-import asyncio, os, time
+import asyncio, functools, os, time
 from verl.tools.function_tool import function_tool
 
 @function_tool
@@ -185,7 +185,43 @@ def give(what: str) -> str:
         import sys
         return ",".join(name for name in ("torch", "transformers") if name in sys.modules)
     return odd[what]
+
+def logged(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+@function_tool
+@logged
+async def decorated(seconds: float) -> str:
+    """Wait, behind a decorator that knows nothing of coroutines.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return f"slept {seconds}"
+
+@function_tool
+def pages(first: int) -> str:
+    """Give pages one by one.
+
+    Args:
+        first: The first.
+    """
+    yield f"page {first}"
+
+@function_tool
+async def later_pages(first: int) -> str:
+    """Give pages one by one, when they come.
+
+    Args:
+        first: The first.
+    """
+    yield f"page {first}"
 '''
+KNOWN = ("add", "wait", "hang", "give", "count", "echo", "decorated", "pages", "later_pages")
 COUNTER = {
     "type": "function",
     "function": {"name": "count", "description": "d", "parameters": {"type": "object"}},
@@ -236,7 +272,7 @@ def in_pool(
 
 
 def task(tools: Sequence[str] = (), number: int = 0, **extra_info: Any) -> Task:
-    names = tuple(tools) or ("add", "wait", "hang", "give", "count", "echo")
+    names = tuple(tools) or KNOWN
     return Task(({"role": "user", "content": "q"},), "s", extra_info, 0, (0, number), names)
 
 
@@ -410,6 +446,22 @@ def test_m14_an_exception_of_a_tool_is_a_failure_that_names_it(functions: Enviro
     assert raised.detail == f"the tool give: KeyError: 'gone' (functions.py:{line})"
     assert "a tuple of 4 values" in odd.detail
     assert fine.statuses == (ToolStatus.OK,)
+
+
+def test_a_decorated_coroutine_is_awaited_and_a_generator_is_a_failure(
+    functions: EnvironmentSetup,
+) -> None:
+    waited, *unfinished = play(
+        functions,
+        turn(("decorated", {"seconds": 0.01})),
+        turn(("pages", {"first": 1})),
+        turn(("later_pages", {"first": 1})),
+    )
+    assert (texts(waited), waited.statuses) == (["slept 0.01"], (ToolStatus.OK,))
+    kinds = [("pages", "generator"), ("later_pages", "async_generator")]
+    for (name, kind), seen in zip(kinds, unfinished, strict=True):
+        cause = f"the tool {name}: TypeError: a tool returned an object of the type {kind}, "
+        assert seen.statuses == (ToolStatus.FAILED,) and seen.detail.startswith(cause)
 
 
 def test_m12_hanging_calls_time_out_alone_and_leave_no_process(folder: Path) -> None:
