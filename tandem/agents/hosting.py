@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from tandem.agents.setup import AGENTS_KEY, Access, ProgramSpec, Task
-from tandem.agents.tools import UNFINISHED, ToolEpisode, run_in_thread
+from tandem.agents.tools import UNFINISHED, ToolEpisode, guard, run_in_thread
 from tandem.config.schema.imports import describe
 from tandem.errors import UserError
 
@@ -82,7 +82,7 @@ async def _call(
     episode: ToolEpisode,
 ) -> Any:
     if inspect.iscoroutinefunction(function):
-        return await function(play.task, play.access, **arguments)
+        return await guard(function(play.task, play.access, **arguments))
     work = partial(function, play.task, play.access, **arguments)
     returned = await run_in_thread(work, episode)
     if isinstance(returned, UNFINISHED):

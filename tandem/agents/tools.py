@@ -123,7 +123,7 @@ class FunctionOfUser:
     async def call(self, arguments: dict[str, Any], episode: ToolEpisode) -> Any:
         """Call the function with the arguments of the policy."""
         if self._tool.is_async:
-            return await self._tool.fn(**arguments)
+            return await guard(self._tool.fn(**arguments))
         return await run_in_thread(lambda: self._tool.fn(**arguments), episode)
 
     async def release(self, episode: ToolEpisode) -> None:
@@ -294,7 +294,7 @@ async def answer_call(
         return ToolResult(ToolStatus.TIMEOUT, f"No result within {limit_s:g} s.")
     except ToolMistake as mistake:
         text, reward, status = str(mistake), None, ToolStatus.MODEL_ERROR
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise ToolFailed(f"the tool {call.name}: {describe(error)}") from error
     text = cut_text(text, limits.max_characters, side=limits.truncate_side)
     return ToolResult(status, text, reward)
@@ -384,8 +384,12 @@ async def call_method(
     method: Callable[..., Any], arguments: Sequence[Any], *, known: Mapping[str, Any]
 ) -> Any:
     """Call a method of the user, plain or async, with those of ``known`` that it takes."""
-    result = method(*arguments, **takes(method, known))
-    return await result if inspect.isawaitable(result) else result
+
+    async def call() -> Any:
+        result = method(*arguments, **takes(method, known))
+        return await result if inspect.isawaitable(result) else result
+
+    return await guard(call())
 
 
 def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,6 +398,31 @@ def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, A
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return dict(known)
     return {name: value for name, value in known.items() if name in parameters}
+
+
+async def guard(work: Awaitable[Any]) -> Any:
+    """Await code of the user, and let an error of any kind be an ``Exception``.
+
+    An exit, a panic of a library in Rust, or a cancellation that nobody has asked for would
+    otherwise end this process, or leave a call without an answer.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _as_exception(error) from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _as_exception(error) from error
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return an error as an ``Exception`` that names it and the line that raised it."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> Any:
@@ -416,10 +445,11 @@ async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> An
         result, failure = None, None
         try:
             result = function()
-        except StopIteration as error:
-            failure = RuntimeError(f"StopIteration: {error}")
-        except (Exception, SystemExit) as error:
-            failure = error if isinstance(error, Exception) else RuntimeError(f"exit: {error}")
+        except BaseException as error:
+            # A future takes no StopIteration, and a CancelledError would seem to be our own.
+            is_kept = isinstance(error, (Exception, KeyboardInterrupt))
+            is_kept = is_kept and not isinstance(error, StopIteration)
+            failure = error if is_kept else _as_exception(error)
         loop.call_soon_threadsafe(put, result, failure)
 
     threading.Thread(target=work, daemon=True).start()
@@ -428,4 +458,4 @@ async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> An
     except asyncio.CancelledError:
         episode.num_hung += 1
         raise
-    return await result if inspect.isawaitable(result) else result
+    return await guard(result) if inspect.isawaitable(result) else result

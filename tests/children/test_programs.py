@@ -63,6 +63,34 @@ solver = Solver()
 async def pages(task, endpoint):
     yield 1.0
 
+class PanicException(BaseException):
+    pass
+
+async def _cancelled():
+    raise asyncio.CancelledError
+
+def cancelled(task, endpoint):
+    asyncio.run(_cancelled())
+
+async def cancelled_later(task, endpoint):
+    await _cancelled()
+
+def panics(task, endpoint):
+    raise PanicException("index out of bounds")
+
+async def panics_later(task, endpoint):
+    raise PanicException("index out of bounds")
+
+def exits(task, endpoint):
+    raise SystemExit("bad input")
+
+async def exits_later(task, endpoint):
+    raise SystemExit("bad input")
+
+async def rests(task, endpoint):
+    await asyncio.sleep(1.0)
+    return 1.0
+
 def takes_one(task):
     pass
 
@@ -238,6 +266,16 @@ def test_a_decorated_coroutine_and_an_object_with_one_are_awaited(folder: Path) 
     assert (decorated, solver) == (ProgramEnd(0.75), ProgramEnd(0.25))
     cause = "TypeError: it returned an object of the type async_generator, which nothing runs"
     assert pages is not None and pages.failure.startswith(cause)
+
+
+def test_an_agent_that_ends_by_what_is_no_exception_fails_at_once_and_alone(folder: Path) -> None:
+    kinds = {"cancelled": "CancelledError", "panics": "PanicException: index out of bounds"}
+    kinds["exits"] = "SystemExit: bad input"
+    causes = {name + later: cause for name, cause in kinds.items() for later in ("", "_later")}
+    *failed, beside = run(folder, *map(function, (*causes, "rests")))
+    for (name, cause), end in zip(causes.items(), failed, strict=True):
+        assert end is not None and end.failure.startswith(f"RuntimeError: {cause}"), name
+    assert beside == ProgramEnd(1.0), "the process lives"
 
 
 @pytest.mark.parametrize("name", ["linger", "hang"])
