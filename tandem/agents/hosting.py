@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ class HostedAgents:
         self._playing: dict[tuple[int, int], tuple[asyncio.Task[Any], ToolEpisode]] = {}
 
     async def play(self, play: Play) -> dict[str, Any]:
-        """Play an episode; return ``returned``, or ``failure`` with ``traceback``."""
+        """Play an episode; return ``returned``, or ``failure`` with ``traceback``.
+
+        ``returned`` has only what JSON has.
+        """
         function, arguments = self._agents[play.name]
         episode = ToolEpisode(play.task, [])
         playing = asyncio.ensure_future(_call(function, play, arguments=arguments, episode=episode))
@@ -82,13 +86,17 @@ async def _call(
     episode: ToolEpisode,
 ) -> Any:
     if inspect.iscoroutinefunction(function):
-        return await guard(function(play.task, play.access, **arguments))
-    work = partial(function, play.task, play.access, **arguments)
-    returned = await run_in_thread(work, episode)
+        returned = await guard(function(play.task, play.access, **arguments))
+    else:
+        work = partial(function, play.task, play.access, **arguments)
+        returned = await run_in_thread(work, episode)
     if isinstance(returned, UNFINISHED):
         kind = type(returned).__name__
         raise TypeError(f"it returned an object of the type {kind}, which nothing runs")
-    return returned
+    try:
+        return json.loads(json.dumps(returned, default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"what it returned cannot be written as JSON: {error}") from error
 
 
 def _load(spec: ProgramSpec) -> Callable[..., Any]:

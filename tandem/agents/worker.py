@@ -228,7 +228,8 @@ class _Server:
         """Write the first failure of this process to its log."""
         if not self._has_logged:
             self._has_logged = True
-            os.write(2, f"The first error of environment process {os.getpid()}:\n{text}\n".encode())
+            text = f"The first error of environment process {os.getpid()}:\n{text}\n"
+            os.write(2, text.encode(errors="backslashreplace"))
 
 
 @contextmanager

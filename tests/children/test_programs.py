@@ -20,7 +20,7 @@ from tandem.agents.setup import Access, EnvironmentSetup, ProgramEnd, ProgramSpe
 from tandem.errors import UserError
 
 ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")
-FUNCTIONS = """
+FUNCTIONS = r"""
 import asyncio, functools, os, signal, time
 
 async def solve(task, endpoint, bonus=0.0):
@@ -90,6 +90,17 @@ async def exits_later(task, endpoint):
 async def rests(task, endpoint):
     await asyncio.sleep(1.0)
     return 1.0
+
+async def keyed(task, endpoint):
+    return {"reward": 1.0, ("a", 1): 2.0}
+
+def circular(task, endpoint):
+    found = {"reward": 1.0}
+    found["state"] = found
+    return found
+
+async def half_emoji(task, endpoint):
+    raise ValueError("so happy \ud83d")
 
 def takes_one(task):
     pass
@@ -275,6 +286,18 @@ def test_an_agent_that_ends_by_what_is_no_exception_fails_at_once_and_alone(fold
     *failed, beside = run(folder, *map(function, (*causes, "rests")))
     for (name, cause), end in zip(causes.items(), failed, strict=True):
         assert end is not None and end.failure.startswith(f"RuntimeError: {cause}"), name
+    assert beside == ProgramEnd(1.0), "the process lives"
+
+
+def test_what_cannot_be_sent_fails_its_episode_alone(folder: Path) -> None:
+    causes = {
+        "keyed": "TypeError: what it returned cannot be written as JSON: keys must be str",
+        "circular": "TypeError: what it returned cannot be written as JSON: Circular reference",
+        "half_emoji": r"ValueError: so happy \ud83d",
+    }
+    *failed, beside = run(folder, *map(function, (*causes, "rests")))
+    for cause, end in zip(causes.values(), failed, strict=True):
+        assert end is not None and end.failure.startswith(cause)
     assert beside == ProgramEnd(1.0), "the process lives"
 
 
