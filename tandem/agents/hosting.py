@@ -94,9 +94,19 @@ async def _call(
         kind = type(returned).__name__
         raise TypeError(f"it returned an object of the type {kind}, which nothing runs")
     try:
-        return json.loads(json.dumps(returned, default=str))
+        return json.loads(json.dumps(returned, default=_as_plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"what it returned cannot be written as JSON: {error}") from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number such as NumPy's as a float, and any other value as text."""
+    if hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError):  # an array, for example
+            pass
+    return str(value)
 
 
 def _load(spec: ProgramSpec) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from tandem.errors import UserError
 
 ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")
 FUNCTIONS = r"""
-import asyncio, functools, os, signal, time
+import asyncio, decimal, functools, os, signal, time
 
 async def solve(task, endpoint, bonus=0.0):
     assert endpoint.api_key == "key"
@@ -101,6 +101,15 @@ def circular(task, endpoint):
 
 async def half_emoji(task, endpoint):
     raise ValueError("so happy \ud83d")
+
+def gives_numbers(task, endpoint):
+    import numpy
+    return {"reward": numpy.float32(0.5), "steps": numpy.int64(3), "solved": numpy.bool_(True),
+        "scores": numpy.arange(2), "cost": decimal.Decimal("0.25")}
+
+async def gives_number(task, endpoint):
+    import numpy
+    return numpy.float32(0.5)
 
 def takes_one(task):
     pass
@@ -299,6 +308,12 @@ def test_what_cannot_be_sent_fails_its_episode_alone(folder: Path) -> None:
     for cause, end in zip(causes.values(), failed, strict=True):
         assert end is not None and end.failure.startswith(cause)
     assert beside == ProgramEnd(1.0), "the process lives"
+
+
+def test_numbers_of_numpy_and_other_libraries_are_rewards(folder: Path) -> None:
+    several, one = run(folder, function("gives_numbers"), function("gives_number"))
+    numbers = {"reward": 0.5, "steps": 3.0, "solved": 1.0, "scores": "[0 1]", "cost": 0.25}
+    assert (several, one) == (ProgramEnd(numbers), ProgramEnd(0.5))
 
 
 @pytest.mark.parametrize("name", ["linger", "hang"])
