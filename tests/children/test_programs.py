@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -226,6 +227,42 @@ def test_a_command_that_fails_says_how(folder: Path, spec: ProgramSpec, failure:
     assert end.failure.startswith(failure) and bool(end.failure) == bool(failure)
     if "KeyError" in failure:
         assert "KeyError: 'x'" in (folder / "log").read_text()
+
+
+def test_ends_of_lines_in_a_text_of_json_end_no_line(folder: Path) -> None:
+    source = r"""
+import json, sys
+sys.stdout.reconfigure(encoding="utf-8")
+print("progress 10%\rprogress 20%\r", end="")
+print(json.dumps({"reward": 1.0, "text": "a\u2028b\u2029c\x85d"}, ensure_ascii=False))
+"""
+    (end,) = run(folder, python(source))
+    assert end == ProgramEnd({"reward": 1.0, "text": "a\u2028b\u2029c\x85d"})
+
+
+def test_a_last_line_of_a_mebibyte_is_read_whole(folder: Path) -> None:
+    source = "import json; print(json.dumps({'reward': 1.0, 'log': 'x' * (2**20 - 40)}))"
+    (end,) = run(folder, python(f"print('y' * 5_000_000)\n{source}"))
+    assert end is not None and end.returned["reward"] == 1.0
+    assert len(end.returned["log"]) == 2**20 - 40
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("import json; print(json.dumps({'reward': 1.0}, indent=2))", "its last line begins with"),
+        ("print('{\"reward\": 1.0}'); print('bye' * 100)", "its last line begins with 'byebye"),
+        ("print('[1]')", "its last line begins with '[1]'"),
+        ("pass", "it printed nothing"),
+    ],
+)
+def test_a_command_that_gives_no_reward_on_its_last_line_hears_what_is_expected(
+    folder: Path, source: str, shown: str
+) -> None:
+    (end,) = run(folder, replace(python(source), gives_reward=True))
+    assert end is not None and end.failure.startswith(shown) and len(end.failure) < 250
+    expected = 'the last line must be one whole object in JSON, such as {"reward": 1.0}'
+    assert end.failure.endswith(expected)
 
 
 def test_a_command_and_its_children_are_killed_at_the_deadline(folder: Path) -> None:
