@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -119,14 +120,25 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def described_task(task: Task) -> dict[str, Any]:
-    """Return a task as a command gets it in JSON."""
+    """Return a task as a command gets it in JSON, which has no number that is not finite."""
     return {
-        "messages": [dict(message) for message in task.messages],
+        "messages": [_with_nulls(message) for message in task.messages],
         "data_source": task.data_source,
-        "extra_info": dict(task.extra_info),
+        "extra_info": _with_nulls(task.extra_info),
         "seed": task.seed,
         "episode_id": list(task.episode_id),
     }
+
+
+def _with_nulls(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _with_nulls(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(one) for one in value]
+    return value
 
 
 def _read_end(output: str, *, gives_reward: bool) -> ProgramEnd:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -127,9 +130,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def task_of(number: int = 0, *, size: int = 1) -> Task:
+INDEX = {"index": 3}
+
+
+def task_of(number: int = 0, *, size: int = 1, extra_info: Mapping[str, Any] = INDEX) -> Task:
     message = {"role": "user", "content": "q" * size}
-    return Task((message,), "s", {"index": 3}, seed=7, episode_id=(7, number), tools=())
+    return Task((message,), "s", extra_info, seed=7, episode_id=(7, number), tools=())
 
 
 def python(source: str, name: str = "cmd") -> ProgramSpec:
@@ -137,7 +143,11 @@ def python(source: str, name: str = "cmd") -> ProgramSpec:
 
 
 def run(
-    folder: Path, *specs: ProgramSpec, timeout_s: float = 30.0, size: int = 1
+    folder: Path,
+    *specs: ProgramSpec,
+    timeout_s: float = 30.0,
+    size: int = 1,
+    extra_info: Mapping[str, Any] = INDEX,
 ) -> list[ProgramEnd | None]:
     """Run an episode of each agent; the result of one that is stopped is None."""
 
@@ -153,9 +163,10 @@ def run(
             programs = Programs(named, pool=pool, environment=variables, log=folder / "log")
 
             async def play(number: int, name: str) -> ProgramEnd | None:
+                task = task_of(number, size=size, extra_info=extra_info)
                 try:
                     async with asyncio.timeout(timeout_s):
-                        return await programs.run(name, task_of(number, size=size), access=ACCESS)
+                        return await programs.run(name, task, access=ACCESS)
                 except TimeoutError:
                     return None
 
@@ -227,6 +238,21 @@ def test_a_command_that_fails_says_how(folder: Path, spec: ProgramSpec, failure:
     assert end.failure.startswith(failure) and bool(end.failure) == bool(failure)
     if "KeyError" in failure:
         assert "KeyError: 'x'" in (folder / "log").read_text()
+
+
+def test_numbers_of_a_task_that_json_lacks_are_null(folder: Path) -> None:
+    source = """
+import json, os, sys
+def refuse(name):
+    raise ValueError(name)
+task = json.loads(sys.stdin.readline(), parse_constant=refuse)
+assert task == json.loads(os.environ["TANDEM_TASK"], parse_constant=refuse)
+print(json.dumps({"reward": 1, "found": task["extra_info"]}))
+"""
+    prices = {"price": math.nan, "bounds": [1.5, math.inf, (-math.inf,)], "of": {"x": math.nan}}
+    (end,) = run(folder, python(source), extra_info=prices)
+    found = {"price": None, "bounds": [1.5, None, [None]], "of": {"x": None}}
+    assert end == ProgramEnd({"reward": 1, "found": found})
 
 
 def test_ends_of_lines_in_a_text_of_json_end_no_line(folder: Path) -> None:
