@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,6 +30,8 @@ _KEPT_BYTES = {1: MAX_LINE_BYTES + KEPT_BYTES, 2: KEPT_BYTES}
 _EXIT_WAIT_S = 10.0
 """The time in which the keeper kills what the command has started."""
 _CLOSE_WAIT_S = 2.0
+_TRACEBACK = "Traceback (most recent call last):"
+_REPORT = re.compile(r"(\[cause\]: |Uncaught )?([\w.$]*(Error|Exception)|error|panic)\b[^:]*:")
 _KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 
 
@@ -46,12 +49,21 @@ class CommandEnd:
     errors: str
 
     def describe(self) -> str:
-        """Return how it ended, with the last line that it printed as an error."""
+        """Return how it ended, with the line of its errors that tells the cause."""
         if self.exit_code < 0:
             return f"killed by {signal.Signals(-self.exit_code).name}"
-        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        last = f": {lines[-1][:200]}" if lines else ""
-        return f"ended with exit code {self.exit_code}{last}"
+        cause = _find_cause(self.errors)[:200]
+        return f"ended with exit code {self.exit_code}" + (f": {cause}" if cause else "")
+
+
+def _find_cause(errors: str) -> str:
+    """Return the last line that reports an error, as in ``TypeError: fetch failed``.
+
+    Behind a traceback of Python, or without such a line, it is the last line; "" without any line.
+    """
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    reports = [] if _TRACEBACK in lines else [line for line in lines if _REPORT.match(line)]
+    return next(reversed(reports or lines), "")
 
 
 class _Outputs(asyncio.SubprocessProtocol):
