@@ -114,7 +114,7 @@ class Strict(BaseInteraction):
             file.write("f")
 '''
 FUNCTIONS = '''
-import asyncio, functools, os, time
+import asyncio, os, time
 from verl.tools.function_tool import function_tool
 
 @function_tool
@@ -185,84 +185,7 @@ def give(what: str) -> str:
         import sys
         return ",".join(name for name in ("torch", "transformers") if name in sys.modules)
     return odd[what]
-
-class PanicException(BaseException):
-    """A panic in a Rust extension."""
-
-def escape(how):
-    if how == "cancel":
-        raise asyncio.CancelledError
-    if how == "exit":
-        raise SystemExit("bad input")
-    if how == "interrupt":
-        raise KeyboardInterrupt
-    if how == "stop":
-        raise StopIteration("done")
-    raise PanicException("index out of bounds")
-
-@function_tool
-def leave(how: str) -> str:
-    """Leave a thread.
-
-    Args:
-        how: In which way.
-    """
-    escape(how)
-
-@function_tool
-async def leave_loop(how: str) -> str:
-    """Leave a coroutine.
-
-    Args:
-        how: In which way.
-    """
-    await asyncio.sleep(0)
-    if how == "inner":
-        await asyncio.gather(leave_loop("exit"))
-    if how == "self":
-        asyncio.current_task().cancel()
-        await asyncio.sleep(60)
-    escape(how)
-
-def logged(function):
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        return function(*args, **kwargs)
-    return call
-
-@function_tool
-@logged
-async def decorated(seconds: float) -> str:
-    """Wait, behind a decorator that knows nothing of coroutines.
-
-    Args:
-        seconds: How long.
-    """
-    await asyncio.sleep(seconds)
-    return f"slept {seconds}"
-
-@function_tool
-def pages(first: int) -> str:
-    """Give pages one by one.
-
-    Args:
-        first: The first.
-    """
-    yield f"page {first}"
-
-@function_tool
-async def later_pages(first: int) -> str:
-    """Give pages one by one, when they come.
-
-    Args:
-        first: The first.
-    """
-    yield f"page {first}"
 '''
-KNOWN = (
-    *("add", "wait", "hang", "give", "count", "echo"),
-    *("decorated", "pages", "later_pages", "leave", "leave_loop"),
-)
 COUNTER = {
     "type": "function",
     "function": {"name": "count", "description": "d", "parameters": {"type": "object"}},
@@ -313,7 +236,7 @@ def in_pool(
 
 
 def task(tools: Sequence[str] = (), number: int = 0, **extra_info: Any) -> Task:
-    names = tuple(tools) or KNOWN
+    names = tuple(tools) or ("add", "wait", "hang", "give", "count", "echo")
     return Task(({"role": "user", "content": "q"},), "s", extra_info, 0, (0, number), names)
 
 
@@ -487,57 +410,6 @@ def test_m14_an_exception_of_a_tool_is_a_failure_that_names_it(functions: Enviro
     assert raised.detail == f"the tool give: KeyError: 'gone' (functions.py:{line})"
     assert "a tuple of 4 values" in odd.detail
     assert fine.statuses == (ToolStatus.OK,)
-
-
-def test_a_decorated_coroutine_is_awaited_and_a_generator_is_a_failure(
-    functions: EnvironmentSetup,
-) -> None:
-    waited, *unfinished = play(
-        functions,
-        turn(("decorated", {"seconds": 0.01})),
-        turn(("pages", {"first": 1})),
-        turn(("later_pages", {"first": 1})),
-    )
-    assert (texts(waited), waited.statuses) == (["slept 0.01"], (ToolStatus.OK,))
-    kinds = [("pages", "generator"), ("later_pages", "async_generator")]
-    for (name, kind), seen in zip(kinds, unfinished, strict=True):
-        cause = f"the tool {name}: TypeError: a tool returned an object of the type {kind}, "
-        assert seen.statuses == (ToolStatus.FAILED,) and seen.detail.startswith(cause)
-
-
-@pytest.mark.parametrize("name", ["leave", "leave_loop"])
-def test_an_error_that_is_no_exception_fails_its_call_at_once_and_alone(
-    functions: EnvironmentSetup, name: str
-) -> None:
-    """Exits, panics, and cancellations that nobody has asked for."""
-    causes = {
-        "cancel": "CancelledError",
-        "exit": "SystemExit: bad input",
-        "stop": "StopIteration",
-        "panic": "PanicException: index out of bounds",
-    }
-    if name == "leave_loop":
-        causes |= {"inner": "SystemExit: bad input", "self": "CancelledError"}
-    limits = replace(functions.limits, timeout_s=600.0)
-
-    async def work(pool: EnvironmentPool) -> list[Observation]:
-        sessions = [pool.open(task(number=i)) for i in range(len(causes) + 1)]
-        beside = asyncio.create_task(sessions.pop().step(turn(("wait", {"seconds": 1.0}))))
-        turns = [turn((name, {"how": how})) for how in causes]
-        steps = [session.step(one) for session, one in zip(sessions, turns, strict=True)]
-        return [*await asyncio.gather(*steps), await beside]
-
-    *failed, beside = in_pool(replace(functions, limits=limits), work)
-    for cause, seen in zip(causes.values(), failed, strict=True):
-        assert seen.statuses == (ToolStatus.FAILED,) and cause in seen.detail, seen
-    assert texts(beside) == ["waited 1.0"], "the process lives"
-
-
-@pytest.mark.parametrize("name", ["leave", "leave_loop"])
-def test_an_interrupt_of_a_tool_ends_its_process(functions: EnvironmentSetup, name: str) -> None:
-    (seen,) = play(functions, turn((name, {"how": "interrupt"})))
-    assert seen.statuses == (ToolStatus.FAILED,)
-    assert seen.detail == "process ended with exit code 130"
 
 
 def test_m12_hanging_calls_time_out_alone_and_leave_no_process(folder: Path) -> None:
