@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that are functions of the user, in a child process that plays many episodes at once.
 
-A coroutine runs on the event loop of the process, a plain function in a thread of its own. An
+A coroutine runs on the event loop of the process, a plain function in a thread of its own. What a
+plain function returns is awaited if it can be: it may be a decorated coroutine function. An
 exception fails the episode. An agent that is stopped is cancelled; a thread cannot be, and is
 counted, so that its process gets no further episodes.
 """
@@ -11,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tandem.agents.setup import AGENTS_KEY, Access, ProgramSpec, Task
-from tandem.agents.tools import ToolEpisode, run_in_thread
+from tandem.agents.tools import UNFINISHED, ToolEpisode, guard, run_in_thread
 from tandem.config.schema.imports import describe
 from tandem.errors import UserError
 
@@ -47,7 +50,10 @@ class HostedAgents:
         self._playing: dict[tuple[int, int], tuple[asyncio.Task[Any], ToolEpisode]] = {}
 
     async def play(self, play: Play) -> dict[str, Any]:
-        """Play an episode; return ``returned``, or ``failure`` with ``traceback``."""
+        """Play an episode; return ``returned``, or ``failure`` with ``traceback``.
+
+        ``returned`` has only what JSON has.
+        """
         function, arguments = self._agents[play.name]
         episode = ToolEpisode(play.task, [])
         playing = asyncio.ensure_future(_call(function, play, arguments=arguments, episode=episode))
@@ -80,8 +86,27 @@ async def _call(
     episode: ToolEpisode,
 ) -> Any:
     if inspect.iscoroutinefunction(function):
-        return await function(play.task, play.access, **arguments)
-    return await run_in_thread(lambda: function(play.task, play.access, **arguments), episode)
+        returned = await guard(function(play.task, play.access, **arguments))
+    else:
+        work = partial(function, play.task, play.access, **arguments)
+        returned = await run_in_thread(work, episode)
+    if isinstance(returned, UNFINISHED):
+        kind = type(returned).__name__
+        raise TypeError(f"it returned an object of the type {kind}, which nothing runs")
+    try:
+        return json.loads(json.dumps(returned, default=_as_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"what it returned cannot be written as JSON: {error}") from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number such as NumPy's as a float, and any other value as text."""
+    if hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError):  # an array, for example
+            pass
+    return str(value)
 
 
 def _load(spec: ProgramSpec) -> Callable[..., Any]:

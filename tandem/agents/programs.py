@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ TASK_VARIABLE = "TANDEM_TASK"
 _MAX_VARIABLE_BYTES = 100_000
 """Linux takes 128 KiB for one variable; a longer task is on standard input only."""
 _LOOPBACK = "127.0.0.1,localhost,::1"
+_SHOWN_CHARACTERS = 80
+_EXPECTED = 'the last line must be one whole object in JSON, such as {"reward": 1.0}'
 
 
 class Programs:
@@ -89,7 +92,7 @@ class Programs:
         if end.exit_code:
             self._writer(spec.name)(end.errors)
             return ProgramEnd(failure=end.describe())
-        return ProgramEnd(_last_object(end.output))
+        return _read_end(end.output, gives_reward=spec.gives_reward)
 
     async def close(self) -> None:
         """Kill the processes of commands that play many episodes; idempotent."""
@@ -117,21 +120,43 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def described_task(task: Task) -> dict[str, Any]:
-    """Return a task as a command gets it in JSON."""
+    """Return a task as a command gets it in JSON, which has no number that is not finite."""
     return {
-        "messages": [dict(message) for message in task.messages],
+        "messages": [_with_nulls(message) for message in task.messages],
         "data_source": task.data_source,
-        "extra_info": dict(task.extra_info),
+        "extra_info": _with_nulls(task.extra_info),
         "seed": task.seed,
         "episode_id": list(task.episode_id),
     }
 
 
-def _last_object(output: str) -> Any:
-    """Return the object in JSON on the last line of an output; None if it is none."""
-    lines = output.strip().splitlines()
+def _with_nulls(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _with_nulls(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(one) for one in value]
+    return value
+
+
+def _read_end(output: str, *, gives_reward: bool) -> ProgramEnd:
+    """Return the end of a command: with the object in JSON on the last line of its output.
+
+    A command that must give a reward and gives none has failed.
+    """
+    # Other ends of lines, such as U+2028, may stand in a text of JSON; these two may not.
+    line = output.strip().replace("\r", "\n").rpartition("\n")[2]
     try:
-        last = json.loads(lines[-1]) if lines else None
+        last = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return last if isinstance(last, dict) and "reward" in last else None
+        last = None
+    if isinstance(last, dict) and "reward" in last:
+        return ProgramEnd(last)
+    if not gives_reward:
+        return ProgramEnd()
+    if not line:
+        return ProgramEnd(failure=f"it printed nothing, and {_EXPECTED}")
+    begin = line[:_SHOWN_CHARACTERS]
+    return ProgramEnd(failure=f"its last line begins with {begin!r}, and {_EXPECTED}")

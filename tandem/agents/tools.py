@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ from tandem.types import ToolCall, ToolStatus
 
 _NO_OBJECT = ""
 _CUT = "...(truncated)"
+UNFINISHED = (Iterator, AsyncIterator, Awaitable)
+"""The kinds of values that stand for work that has not been done, such as generators."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -106,7 +108,11 @@ class ToolEpisode:
 
 
 class FunctionOfUser:
-    """A function tool. A plain function runs in a thread of its own, which may hang."""
+    """A function tool.
+
+    A plain function runs in a thread of its own, which may hang. If it returns an awaitable, that
+    runs on the event loop.
+    """
 
     timeout_s: float | None = None
 
@@ -117,7 +123,7 @@ class FunctionOfUser:
     async def call(self, arguments: dict[str, Any], episode: ToolEpisode) -> Any:
         """Call the function with the arguments of the policy."""
         if self._tool.is_async:
-            return await self._tool.fn(**arguments)
+            return await guard(self._tool.fn(**arguments))
         return await run_in_thread(lambda: self._tool.fn(**arguments), episode)
 
     async def release(self, episode: ToolEpisode) -> None:
@@ -288,7 +294,7 @@ async def answer_call(
         return ToolResult(ToolStatus.TIMEOUT, f"No result within {limit_s:g} s.")
     except ToolMistake as mistake:
         text, reward, status = str(mistake), None, ToolStatus.MODEL_ERROR
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise ToolFailed(f"the tool {call.name}: {describe(error)}") from error
     text = cut_text(text, limits.max_characters, side=limits.truncate_side)
     return ToolResult(status, text, reward)
@@ -344,6 +350,9 @@ def read_return(returned: Any) -> tuple[str, float | None]:
         if getattr(returned, "image", None) or getattr(returned, "video", None):
             raise TypeError("a tool returned an image or a video, and models are text only")
         text = returned.text or ""
+    elif isinstance(returned, UNFINISHED):
+        kind = type(returned).__name__
+        raise TypeError(f"a tool returned an object of the type {kind}, and no finished result")
     else:
         text = str(returned)
     # A lone surrogate is no text that a tokenizer takes.
@@ -375,8 +384,12 @@ async def call_method(
     method: Callable[..., Any], arguments: Sequence[Any], *, known: Mapping[str, Any]
 ) -> Any:
     """Call a method of the user, plain or async, with those of ``known`` that it takes."""
-    result = method(*arguments, **takes(method, known))
-    return await result if inspect.isawaitable(result) else result
+
+    async def call() -> Any:
+        result = method(*arguments, **takes(method, known))
+        return await result if inspect.isawaitable(result) else result
+
+    return await guard(call())
 
 
 def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,8 +400,36 @@ def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in known.items() if name in parameters}
 
 
+async def guard(work: Awaitable[Any]) -> Any:
+    """Await code of the user, and let an error of any kind be an ``Exception``.
+
+    An exit, a panic of a library in Rust, or a cancellation that nobody has asked for would
+    otherwise end this process, or leave a call without an answer.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _as_exception(error) from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _as_exception(error) from error
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return an error as an ``Exception`` that names it and the line that raised it."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
 async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> Any:
-    """Run a function in a thread that nothing waits for if it hangs."""
+    """Run a function in a thread that nothing waits for if it hangs.
+
+    If it returns an awaitable, as a decorated coroutine function does, return what that gives.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -404,15 +445,17 @@ async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> An
         result, failure = None, None
         try:
             result = function()
-        except StopIteration as error:
-            failure = RuntimeError(f"StopIteration: {error}")
-        except (Exception, SystemExit) as error:
-            failure = error if isinstance(error, Exception) else RuntimeError(f"exit: {error}")
+        except BaseException as error:
+            # A future takes no StopIteration, and a CancelledError would seem to be our own.
+            is_kept = isinstance(error, (Exception, KeyboardInterrupt))
+            is_kept = is_kept and not isinstance(error, StopIteration)
+            failure = error if is_kept else _as_exception(error)
         loop.call_soon_threadsafe(put, result, failure)
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        return await done
+        result = await done
     except asyncio.CancelledError:
         episode.num_hung += 1
         raise
+    return await guard(result) if inspect.isawaitable(result) else result

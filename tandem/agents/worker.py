@@ -13,7 +13,7 @@ import asyncio
 import os
 import pickle
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -113,7 +113,21 @@ def _work(channel: socket.socket) -> None:
         schemas = [tool.schema for tool in tools.values()]
         channel.sendall(encode_line({"schemas": schemas, "actions": actions}))
         server = _Server(setup, tools=tools, interactions=interactions, hosted=hosted)
-        runner.run(server.serve(channel))
+        _run_through_exits(runner.get_loop(), server.serve(channel))
+
+
+def _run_through_exits(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end of ``work``, also if a task that code of the user has started exits.
+
+    asyncio stops the loop then. The code that awaits the task gets the exit, and fails by it.
+    """
+    task = loop.create_task(work)
+    while not task.done():
+        try:
+            loop.run_until_complete(task)
+        except SystemExit:
+            if task.done():
+                raise
 
 
 class _Server:
@@ -214,7 +228,8 @@ class _Server:
         """Write the first failure of this process to its log."""
         if not self._has_logged:
             self._has_logged = True
-            os.write(2, f"The first error of environment process {os.getpid()}:\n{text}\n".encode())
+            text = f"The first error of environment process {os.getpid()}:\n{text}\n"
+            os.write(2, text.encode(errors="backslashreplace"))
 
 
 @contextmanager
@@ -224,6 +239,11 @@ def _failures_as_ones_of_tools() -> Iterator[None]:
         yield
     except (ToolFailed, ServerFull):
         raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ToolFailed(describe(error)) from error
     except Exception as error:
         raise ToolFailed(describe(error)) from error
 

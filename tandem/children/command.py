@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,12 +22,16 @@ from dataclasses import dataclass
 from tandem.children import keeper
 
 KEPT_BYTES = 1 << 16
-"""The number of bytes that are kept of each output."""
+"""The number of bytes that are kept of what a command prints as errors."""
 MAX_LINE_BYTES = 1 << 20
 """The length of a line that a reader gets; longer ones are left out."""
+_KEPT_BYTES = {1: MAX_LINE_BYTES + KEPT_BYTES, 2: KEPT_BYTES}
+"""The number of bytes that are kept of each output: the last line is whole."""
 _EXIT_WAIT_S = 10.0
 """The time in which the keeper kills what the command has started."""
 _CLOSE_WAIT_S = 2.0
+_TRACEBACK = "Traceback (most recent call last):"
+_REPORT = re.compile(r"(\[cause\]: |Uncaught )?([\w.$]*(Error|Exception)|error|panic)\b[^:]*:")
 _KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 
 
@@ -44,12 +49,21 @@ class CommandEnd:
     errors: str
 
     def describe(self) -> str:
-        """Return how it ended, with the last line that it printed as an error."""
+        """Return how it ended, with the line of its errors that tells the cause."""
         if self.exit_code < 0:
             return f"killed by {signal.Signals(-self.exit_code).name}"
-        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        last = f": {lines[-1][:200]}" if lines else ""
-        return f"ended with exit code {self.exit_code}{last}"
+        cause = _find_cause(self.errors)[:200]
+        return f"ended with exit code {self.exit_code}" + (f": {cause}" if cause else "")
+
+
+def _find_cause(errors: str) -> str:
+    """Return the last line that reports an error, as in ``TypeError: fetch failed``.
+
+    Behind a traceback of Python, or without such a line, it is the last line; "" without any line.
+    """
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    reports = [] if _TRACEBACK in lines else [line for line in lines if _REPORT.match(line)]
+    return next(reversed(reports or lines), "")
 
 
 class _Outputs(asyncio.SubprocessProtocol):
@@ -57,7 +71,7 @@ class _Outputs(asyncio.SubprocessProtocol):
 
     def __init__(self, on_line: Callable[[bytes], None] | None) -> None:
         loop = asyncio.get_running_loop()
-        self._kept = {1: b"", 2: b""}
+        self._kept = {1: bytearray(), 2: bytearray()}
         self._open = set(self._kept)
         self._on_line = on_line
         self._partial, self._is_too_long = b"", False
@@ -66,7 +80,10 @@ class _Outputs(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """See ``SubprocessProtocol``."""
-        self._kept[fd] = (self._kept[fd] + data)[-KEPT_BYTES:]
+        kept = self._kept[fd]
+        kept += data
+        if len(kept) > 2 * _KEPT_BYTES[fd]:
+            del kept[: -_KEPT_BYTES[fd]]
         if fd == 1 and self._on_line is not None:
             self._split(data, self._on_line)
 
@@ -83,7 +100,7 @@ class _Outputs(asyncio.SubprocessProtocol):
 
     def text(self, fd: int) -> str:
         """Return what was kept of an output."""
-        return self._kept[fd].decode(errors="replace")
+        return self._kept[fd][-_KEPT_BYTES[fd] :].decode(errors="replace")
 
     def _split(self, data: bytes, on_line: Callable[[bytes], None]) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")

@@ -112,7 +112,9 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
     check_address(address)
     schemas, actions = complete(lambda: _read_schemas(config, setup))
     hosted = {
-        spec.name: HostedEnvironment(actions[spec.name], spec.gives_reward)
+        spec.name: HostedEnvironment(
+            actions[spec.name], gives_reward=spec.gives_reward, max_running=spec.max_running
+        )
         for spec in setup.openenvs
     }
     acting = tuple(action for action in actions.values() if action is not None)

@@ -54,10 +54,12 @@ class HostedEnvironment:
     Attributes:
         action: the tool by which the policy acts; None if the text of its turns is the action.
         gives_reward: whether the rewards of the environment are the score.
+        max_running: the maximum number of its sessions at the same time.
     """
 
     action: ToolSchema | None
     gives_reward: bool
+    max_running: int
 
 
 @dataclass(frozen=True, slots=True)

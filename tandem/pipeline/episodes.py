@@ -21,9 +21,9 @@ from tandem.agents.setup import Task
 from tandem.data.call_formats import message_of_turn
 from tandem.data.dialogue import DialogueRefused
 from tandem.data.span_tree import ROOT, SpanTree
-from tandem.errors import RunFailure
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.conversing import Conversing
+from tandem.pipeline.first_attempts import FirstAttempts
 from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.pipeline.sessions import RENDERED, play_program
 from tandem.rewards.scoring import judge
@@ -48,9 +48,6 @@ Answers = asyncio.Future[Any]
 Turn = asyncio.Future[tuple[Completion, ...]]
 """A turn of one sample that is being drawn."""
 
-MAX_FIRST_FAILURES = 8
-"""The number of steps of environments, the first of a run, that all fail and end the run."""
-
 
 class EpisodePlayer:
     """The player of all requests of a run: single turns, and episodes of several turns.
@@ -65,7 +62,7 @@ class EpisodePlayer:
         self._rollout = rollout
         self._conversing = conversing
         self._trace = trace
-        self._num_failures: int | None = 0
+        self._attempts = FirstAttempts()
 
     def start(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerationRequest]
@@ -129,12 +126,16 @@ class EpisodePlayer:
 
     async def _play_program(self, prompt: Prompt, request: GenerationRequest) -> Trajectory:
         assert self._conversing is not None, "an agent plays only with what it needs"
-        trajectory = await play_program(
-            prompt, request, conversing=self._conversing, rollout=self._rollout
-        )
-        record = trajectory.episode
-        assert record is not None, "an agent plays an episode"
-        self._watch(record.detail if record.end is EpisodeEnd.FAILED else "")
+        programs = self._conversing.programs
+        assert programs is not None, "the agent is one of these"
+        most = programs.programs.specs[prompt.agent].max_running
+        with self._attempts.begin(prompt.agent, num_places=most) as conclude:
+            trajectory = await play_program(
+                prompt, request, conversing=self._conversing, rollout=self._rollout
+            )
+            record = trajectory.episode
+            assert record is not None, "an agent plays an episode"
+            conclude(record.detail if record.end is EpisodeEnd.FAILED else "")
         return trajectory
 
     async def _play(
@@ -164,10 +165,13 @@ class EpisodePlayer:
 
     async def _reset(self, episode: _Episode, session: EnvironmentSession) -> Turn | None:
         """Let the environment begin an episode; return the first turn, None if it has failed."""
-        with self._trace.span("environment", "reset"):
-            observation = await session.reset(timeout_s=episode.conversing.limits.timeout_s)
-        episode.begin(observation)
-        self._watch(episode.detail)
+        assert episode.hosted is not None, "only an environment of a server is reset"
+        most = episode.hosted.max_running
+        with self._attempts.begin(episode.task.agent, num_places=most) as conclude:
+            with self._trace.span("environment", "reset"):
+                observation = await session.reset(timeout_s=episode.conversing.limits.timeout_s)
+            episode.begin(observation)
+            conclude(episode.detail)
         return self._next_turn(episode)
 
     def _next_turn(self, episode: _Episode) -> Turn | None:
@@ -180,40 +184,31 @@ class EpisodePlayer:
         self, episode: _Episode, session: EnvironmentSession, *, said: AssistantTurn
     ) -> None:
         """Let the environment answer a turn, within the deadline of the episode."""
+        with self._attempts.begin() as conclude:
+            observation = await self._ask(episode, session, said=said)
+            if observation is None:
+                limit_s = episode.conversing.limits.timeout_s
+                detail = f"the episode took longer than {limit_s:g} s"
+                episode.finish(EpisodeEnd.DEADLINE, detail)
+                return
+            has_failed = ToolStatus.FAILED in observation.statuses
+            conclude((observation.detail or "a tool failed") if has_failed else "")
+        episode.observe(observation)
+
+    async def _ask(
+        self, episode: _Episode, session: EnvironmentSession, *, said: AssistantTurn
+    ) -> Observation | None:
+        """Return what the environment answers to a turn; None at the deadline of the episode."""
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         try:
             with self._trace.span("environment", "step"):
                 async with asyncio.timeout_at(episode.ends_s):
-                    observation = await session.step(said)
+                    return await session.step(said)
         except TimeoutError:
-            observation = None
-        episode.waits_s.append(loop.time() - begin_s)
-        if observation is None:
-            limit_s = episode.conversing.limits.timeout_s
-            episode.finish(EpisodeEnd.DEADLINE, f"the episode took longer than {limit_s:g} s")
-            return
-        has_failed = ToolStatus.FAILED in observation.statuses
-        self._watch((observation.detail or "a tool failed") if has_failed else "")
-        episode.observe(observation)
-
-    def _watch(self, failure: str) -> None:
-        """Raise RunFailure if the first steps of environments, or first agents, all fail.
-
-        Args:
-            failure: the cause; "" if nothing failed.
-        """
-        if self._num_failures is None:
-            return
-        if not failure:
-            self._num_failures = None
-            return
-        self._num_failures += 1
-        if self._num_failures >= MAX_FIRST_FAILURES:
-            raise RunFailure(
-                f"the first {MAX_FIRST_FAILURES} steps of environments have failed; the last: "
-                f"{failure}"
-            )
+            return None
+        finally:
+            episode.waits_s.append(loop.time() - begin_s)
 
 
 def trajectories_of(prompt: Prompt, answers: Sequence[Completion | Trajectory]) -> list[Trajectory]:

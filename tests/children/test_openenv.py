@@ -121,7 +121,11 @@ def play(
                 {},
                 TurnLimits(6, None, 60.0),
                 max_prompt_tokens=500,
-                hosted={"game": HostedEnvironment(pool.actions["game"], spec.gives_reward)},
+                hosted={
+                    "game": HostedEnvironment(
+                        pool.actions["game"], spec.gives_reward, spec.max_running
+                    )
+                },
             )
             ids = tuple(CODEC.encode(CODEC.render([[USER]]))[0])
             prompt = Prompt(UID, 0, ids, "", "s", None, messages=[USER], agent="game")

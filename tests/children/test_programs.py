@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,8 +24,8 @@ from tandem.agents.setup import Access, EnvironmentSetup, ProgramEnd, ProgramSpe
 from tandem.errors import UserError
 
 ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")
-FUNCTIONS = """
-import asyncio, os, signal, time
+FUNCTIONS = r"""
+import asyncio, decimal, functools, os, signal, time
 
 async def solve(task, endpoint, bonus=0.0):
     assert endpoint.api_key == "key"
@@ -42,6 +46,75 @@ def hang(task, endpoint):
 async def die(task, endpoint):
     os.kill(os.getpid(), signal.SIGKILL)
 
+def timed(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+@timed
+async def decorated(task, endpoint):
+    await asyncio.sleep(0.01)
+    return 0.75
+
+class Solver:
+    async def __call__(self, task, endpoint):
+        await asyncio.sleep(0.01)
+        return 0.25
+
+solver = Solver()
+
+async def pages(task, endpoint):
+    yield 1.0
+
+class PanicException(BaseException):
+    pass
+
+async def _cancelled():
+    raise asyncio.CancelledError
+
+def cancelled(task, endpoint):
+    asyncio.run(_cancelled())
+
+async def cancelled_later(task, endpoint):
+    await _cancelled()
+
+def panics(task, endpoint):
+    raise PanicException("index out of bounds")
+
+async def panics_later(task, endpoint):
+    raise PanicException("index out of bounds")
+
+def exits(task, endpoint):
+    raise SystemExit("bad input")
+
+async def exits_later(task, endpoint):
+    raise SystemExit("bad input")
+
+async def rests(task, endpoint):
+    await asyncio.sleep(1.0)
+    return 1.0
+
+async def keyed(task, endpoint):
+    return {"reward": 1.0, ("a", 1): 2.0}
+
+def circular(task, endpoint):
+    found = {"reward": 1.0}
+    found["state"] = found
+    return found
+
+async def half_emoji(task, endpoint):
+    raise ValueError("so happy \ud83d")
+
+def gives_numbers(task, endpoint):
+    import numpy
+    return {"reward": numpy.float32(0.5), "steps": numpy.int64(3), "solved": numpy.bool_(True),
+        "scores": numpy.arange(2), "cost": decimal.Decimal("0.25")}
+
+async def gives_number(task, endpoint):
+    import numpy
+    return numpy.float32(0.5)
+
 def takes_one(task):
     pass
 
@@ -57,9 +130,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def task_of(number: int = 0, *, size: int = 1) -> Task:
+INDEX = {"index": 3}
+
+
+def task_of(number: int = 0, *, size: int = 1, extra_info: Mapping[str, Any] = INDEX) -> Task:
     message = {"role": "user", "content": "q" * size}
-    return Task((message,), "s", {"index": 3}, seed=7, episode_id=(7, number), tools=())
+    return Task((message,), "s", extra_info, seed=7, episode_id=(7, number), tools=())
 
 
 def python(source: str, name: str = "cmd") -> ProgramSpec:
@@ -67,7 +143,11 @@ def python(source: str, name: str = "cmd") -> ProgramSpec:
 
 
 def run(
-    folder: Path, *specs: ProgramSpec, timeout_s: float = 30.0, size: int = 1
+    folder: Path,
+    *specs: ProgramSpec,
+    timeout_s: float = 30.0,
+    size: int = 1,
+    extra_info: Mapping[str, Any] = INDEX,
 ) -> list[ProgramEnd | None]:
     """Run an episode of each agent; the result of one that is stopped is None."""
 
@@ -83,9 +163,10 @@ def run(
             programs = Programs(named, pool=pool, environment=variables, log=folder / "log")
 
             async def play(number: int, name: str) -> ProgramEnd | None:
+                task = task_of(number, size=size, extra_info=extra_info)
                 try:
                     async with asyncio.timeout(timeout_s):
-                        return await programs.run(name, task_of(number, size=size), access=ACCESS)
+                        return await programs.run(name, task, access=ACCESS)
                 except TimeoutError:
                     return None
 
@@ -159,6 +240,57 @@ def test_a_command_that_fails_says_how(folder: Path, spec: ProgramSpec, failure:
         assert "KeyError: 'x'" in (folder / "log").read_text()
 
 
+def test_numbers_of_a_task_that_json_lacks_are_null(folder: Path) -> None:
+    source = """
+import json, os, sys
+def refuse(name):
+    raise ValueError(name)
+task = json.loads(sys.stdin.readline(), parse_constant=refuse)
+assert task == json.loads(os.environ["TANDEM_TASK"], parse_constant=refuse)
+print(json.dumps({"reward": 1, "found": task["extra_info"]}))
+"""
+    prices = {"price": math.nan, "bounds": [1.5, math.inf, (-math.inf,)], "of": {"x": math.nan}}
+    (end,) = run(folder, python(source), extra_info=prices)
+    found = {"price": None, "bounds": [1.5, None, [None]], "of": {"x": None}}
+    assert end == ProgramEnd({"reward": 1, "found": found})
+
+
+def test_ends_of_lines_in_a_text_of_json_end_no_line(folder: Path) -> None:
+    source = r"""
+import json, sys
+sys.stdout.reconfigure(encoding="utf-8")
+print("progress 10%\rprogress 20%\r", end="")
+print(json.dumps({"reward": 1.0, "text": "a\u2028b\u2029c\x85d"}, ensure_ascii=False))
+"""
+    (end,) = run(folder, python(source))
+    assert end == ProgramEnd({"reward": 1.0, "text": "a\u2028b\u2029c\x85d"})
+
+
+def test_a_last_line_of_a_mebibyte_is_read_whole(folder: Path) -> None:
+    source = "import json; print(json.dumps({'reward': 1.0, 'log': 'x' * (2**20 - 40)}))"
+    (end,) = run(folder, python(f"print('y' * 5_000_000)\n{source}"))
+    assert end is not None and end.returned["reward"] == 1.0
+    assert len(end.returned["log"]) == 2**20 - 40
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("import json; print(json.dumps({'reward': 1.0}, indent=2))", "its last line begins with"),
+        ("print('{\"reward\": 1.0}'); print('bye' * 100)", "its last line begins with 'byebye"),
+        ("print('[1]')", "its last line begins with '[1]'"),
+        ("pass", "it printed nothing"),
+    ],
+)
+def test_a_command_that_gives_no_reward_on_its_last_line_hears_what_is_expected(
+    folder: Path, source: str, shown: str
+) -> None:
+    (end,) = run(folder, replace(python(source), gives_reward=True))
+    assert end is not None and end.failure.startswith(shown) and len(end.failure) < 250
+    expected = 'the last line must be one whole object in JSON, such as {"reward": 1.0}'
+    assert end.failure.endswith(expected)
+
+
 def test_a_command_and_its_children_are_killed_at_the_deadline(folder: Path) -> None:
     before = children()
     source = """
@@ -210,6 +342,41 @@ def test_functions_play_many_episodes_in_one_process(folder: Path) -> None:
     assert solved == ProgramEnd({"reward": 1.25}) and plain == ProgramEnd(0.5)
     assert stumbled is not None and stumbled.failure == "KeyError: 'x' (made_agents.py:12)"
     assert "KeyError" in (folder / "log").read_text()
+
+
+def test_a_decorated_coroutine_and_an_object_with_one_are_awaited(folder: Path) -> None:
+    decorated, solver, pages = run(folder, *map(function, ("decorated", "solver", "pages")))
+    assert (decorated, solver) == (ProgramEnd(0.75), ProgramEnd(0.25))
+    cause = "TypeError: it returned an object of the type async_generator, which nothing runs"
+    assert pages is not None and pages.failure.startswith(cause)
+
+
+def test_an_agent_that_ends_by_what_is_no_exception_fails_at_once_and_alone(folder: Path) -> None:
+    kinds = {"cancelled": "CancelledError", "panics": "PanicException: index out of bounds"}
+    kinds["exits"] = "SystemExit: bad input"
+    causes = {name + later: cause for name, cause in kinds.items() for later in ("", "_later")}
+    *failed, beside = run(folder, *map(function, (*causes, "rests")))
+    for (name, cause), end in zip(causes.items(), failed, strict=True):
+        assert end is not None and end.failure.startswith(f"RuntimeError: {cause}"), name
+    assert beside == ProgramEnd(1.0), "the process lives"
+
+
+def test_what_cannot_be_sent_fails_its_episode_alone(folder: Path) -> None:
+    causes = {
+        "keyed": "TypeError: what it returned cannot be written as JSON: keys must be str",
+        "circular": "TypeError: what it returned cannot be written as JSON: Circular reference",
+        "half_emoji": r"ValueError: so happy \ud83d",
+    }
+    *failed, beside = run(folder, *map(function, (*causes, "rests")))
+    for cause, end in zip(causes.values(), failed, strict=True):
+        assert end is not None and end.failure.startswith(cause)
+    assert beside == ProgramEnd(1.0), "the process lives"
+
+
+def test_numbers_of_numpy_and_other_libraries_are_rewards(folder: Path) -> None:
+    several, one = run(folder, function("gives_numbers"), function("gives_number"))
+    numbers = {"reward": 0.5, "steps": 3.0, "solved": 1.0, "scores": "[0 1]", "cost": 0.25}
+    assert (several, one) == (ProgramEnd(numbers), ProgramEnd(0.5))
 
 
 @pytest.mark.parametrize("name", ["linger", "hang"])

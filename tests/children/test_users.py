@@ -15,7 +15,7 @@ from tandem.agents.setup import EnvironmentSetup, InteractionSpec, ToolLimits
 from tandem.types import AssistantTurn, Observation, ToolStatus
 from tests.children.test_tools import FUNCTIONS, in_pool, task, texts, turn
 
-USERS = """
+USERS = r"""
 import time
 from verl.interactions.base import BaseInteraction
 
@@ -43,6 +43,10 @@ class Odd(BaseInteraction):
             time.sleep(600)
 
     async def generate_response(self, instance_id, messages, what="", **kwargs):
+        if what == "exit":
+            raise SystemExit("bad input")
+        if what == "surrogate":
+            raise ValueError("so happy \ud83d")
         return ANSWERS[what]
 """
 ODD_ANSWERS = {
@@ -51,6 +55,8 @@ ODD_ANSWERS = {
     "long": "the simulated user: ValueError: a message of 100000000 characters fits into no",
     "text": "the simulated user: ValueError: too many values to unpack",
     "good": "the simulated user: ValueError: could not convert string to float: 'good'",
+    "exit": "the simulated user: RuntimeError: SystemExit: bad input",
+    "surrogate": r"the simulated user: ValueError: so happy \ud83d",
     "hang": "no answer within 6 s",
 }
 

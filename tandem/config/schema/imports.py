@@ -142,6 +142,8 @@ def describe(error: BaseException, files: Collection[str] = ()) -> str:
             instead of the line of the library that it called.
     """
     message = " ".join(str(error).split())[:200]
+    # Lone surrogates can be written to few files.
+    message = message.encode(errors="backslashreplace").decode()
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename in files] or frames
     # A module that is missing is reported by Python's own importer, which tells the user nothing.
