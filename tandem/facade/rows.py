@@ -21,6 +21,8 @@ from tandem.errors import UserError
 
 INPUTS_FOLDER = "inputs"
 """The folder in the run folder for files that are made from Python objects."""
+DIGEST_LENGTH = 12
+"""The number of characters of a digest in the name of a file."""
 Data = Iterable[Mapping[str, Any]] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SPLIT_SEED = 1
@@ -59,19 +61,17 @@ def write_data(
     return _files(data, "train", folder=folder, completes=completes), files
 
 
-def write_once(path: Path, content: bytes) -> str:
-    """Write a file unless it exists, completely or not at all; return its path."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    return str(path)
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
 def digest(content: bytes) -> str:
     """Return a short digest for the name of a file."""
-    return sha256(content).hexdigest()[:12]
+    return sha256(content).hexdigest()[:DIGEST_LENGTH]
 
 
 def completed(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,10 @@ def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path, comple
         for number, row in enumerate(rows)
     ]
     content = b"".join(lines)
-    return write_once(folder / INPUTS_FOLDER / f"{name}-{digest(content)}.jsonl", content)
+    path = folder / INPUTS_FOLDER / f"{name}-{digest(content)}.jsonl"
+    if not path.exists():
+        write_whole(path, content)
+    return str(path)
 
 
 def _line(row: Mapping[str, Any], name: str, *, number: int) -> bytes:
