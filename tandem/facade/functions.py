@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
@@ -20,7 +21,7 @@ import cloudpickle
 
 from tandem.config.schema.imports import PICKLE_SUFFIX
 from tandem.errors import UserError
-from tandem.facade.identity import identity_of
+from tandem.facade.identity import MAIN_MODULES, identity_of
 from tandem.facade.rows import DIGEST_LENGTH, INPUTS_FOLDER, digest, write_whole
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def _pickled(name: str, function: Any) -> tuple[bytes, str, bool]:
     """Return the pickle of a function, its digest, and whether it holds code."""
     key = f"rewards[{name!r}]"
     try:
+        _store_main_module_whole()
         return cloudpickle.dumps(function), *identity_of(function)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
@@ -122,6 +124,12 @@ def _pickled(name: str, function: Any) -> tuple[bytes, str, bool]:
             remedy="Make connections, locks and models inside the function, or in a module that it "
             "imports.",
         ) from error
+
+
+def _store_main_module_whole() -> None:
+    """Make cloudpickle store what a script defines where multiprocessing has given it a name."""
+    for module in (sys.modules[name] for name in MAIN_MODULES[1:] if name in sys.modules):
+        cloudpickle.register_pickle_by_value(module)
 
 
 def _warn_if_edited(function: Any, record: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import cloudpickle
 
+MAIN_MODULES = ("__main__", "__mp_main__")
+"""The names of the program itself; the second one is that in processes of multiprocessing."""
 _PROTOCOL = 5
 _PLACES = ("__module__", "__firstlineno__", "__static_attributes__", "_cloudpickle_submodules")
 """The attributes of functions and classes that tell where they stand, or have a random order."""

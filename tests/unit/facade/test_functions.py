@@ -8,6 +8,7 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -95,3 +96,15 @@ def test_an_edited_module_is_warned_of(
     assert reward_keys(function, folder=tmp_path) == first
     (message,) = caplog.messages
     assert message.startswith(f"{file} has changed since the last start in this folder")
+
+
+def test_a_function_of_a_script_is_stored_whole_in_processes_of_multiprocessing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ModuleType("__mp_main__")
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    exec("def g(): return 2.0\ndef f(response): return g()\n", vars(program))
+    file = reward_keys(vars(program)["f"], folder=tmp_path)[PATH][0].rpartition(":")[0]
+    code = f"import pickle; print(pickle.load(open({file!r}, 'rb'))(response='abc'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2.0\n"

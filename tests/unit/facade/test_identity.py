@@ -33,7 +33,8 @@ def deep(text, depth=2):
     return deep(text, depth - 1) if depth else text  # recursive
 
 def reward(response, extra=frozenset(UNITS)):
-    return float(response in UNITS) + Rule().holds(deep(os.path.basename(response))) + Kind.LONG.value
+    known = Kind.LONG.value * (response in UNITS)
+    return known + Rule().holds(deep(os.path.basename(response)))
 print(*identity_of(reward))
 """
 
