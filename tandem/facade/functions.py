@@ -21,7 +21,7 @@ import cloudpickle
 
 from tandem.config.schema.imports import PICKLE_SUFFIX
 from tandem.errors import UserError
-from tandem.facade.identity import MAIN_MODULES, identity_of
+from tandem.facade.identity import MAIN_MODULES, CachedInScript, identity_of
 from tandem.facade.rows import DIGEST_LENGTH, INPUTS_FOLDER, digest, write_whole
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,14 @@ def _pickled(name: str, function: Any) -> tuple[bytes, str, bool]:
     key = f"rewards[{name!r}]"
     try:
         _store_main_module_whole()
-        return cloudpickle.dumps(function), *identity_of(function)
+        identity, holds_code = identity_of(function)
+        return cloudpickle.dumps(function), identity, holds_code
+    except CachedInScript as error:
+        raise UserError(
+            key,
+            rule=f"it uses {error}, which functools.lru_cache wraps and other processes import",
+            remedy=f"Define {error} in a module that the script imports, or without lru_cache.",
+        ) from error
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             key,

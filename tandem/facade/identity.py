@@ -9,6 +9,7 @@ an importable module is known by its name alone.
 
 from __future__ import annotations
 
+import functools
 import io
 from hashlib import sha256
 from types import CodeType, FunctionType
@@ -19,13 +20,22 @@ import cloudpickle
 MAIN_MODULES = ("__main__", "__mp_main__")
 """The names of the program itself; the second one is that in processes of multiprocessing."""
 _PROTOCOL = 5
+_CACHED = type(functools.cache(len))
 _PLACES = ("__module__", "__firstlineno__", "__static_attributes__", "_cloudpickle_submodules")
 """The attributes of functions and classes that tell where they stand, or have a random order."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
+class CachedInScript(Exception):
+    """The error of a function with ``functools.lru_cache`` in a script, which pickle only names."""
+
+
 def identity_of(value: Any) -> tuple[str, bool]:
-    """Return the digest of a value, and whether its pickle holds code instead of names only."""
+    """Return the digest of a value, and whether its pickle holds code instead of names only.
+
+    Raises:
+        CachedInScript: the value needs a cached function of the program itself.
+    """
     content = io.BytesIO()
     pickler = _IdentityPickler(content, protocol=_PROTOCOL)
     pickler.dump(value)
@@ -48,6 +58,8 @@ class _IdentityPickler(cloudpickle.Pickler):
         if isinstance(obj, CodeType):
             self.holds_code = True
             return _identity, _parts_of(obj)
+        if isinstance(obj, _CACHED) and getattr(obj, "__module__", None) in MAIN_MODULES:
+            raise CachedInScript(getattr(obj, "__qualname__", "a function"))
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented or len(reduced) == 2:  # a name, or a type of Python's own
             return reduced

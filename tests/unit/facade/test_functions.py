@@ -108,3 +108,14 @@ def test_a_function_of_a_script_is_stored_whole_in_processes_of_multiprocessing(
     code = f"import pickle; print(pickle.load(open({file!r}, 'rb'))(response='abc'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2.0\n"
+
+
+def test_a_function_with_a_cache_belongs_in_a_module(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    source = (
+        "import functools\n@functools.cache\ndef g(x): return x\ndef f(response): return g(1.0)"
+    )
+    exec(source, names)
+    with pytest.raises(UserError, match=r"rewards\['f'\]: it uses g, which .*lru_cache") as caught:
+        reward_keys(names["f"], folder=tmp_path)
+    assert "Define g in a module that the script imports" in caught.value.remedy

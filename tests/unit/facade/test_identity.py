@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.facade.identity import identity_of
+from tandem.facade.identity import CachedInScript, identity_of
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -89,3 +89,11 @@ def test_cells_of_a_notebook_may_have_other_names() -> None:
 def test_a_function_of_a_module_is_known_by_its_name() -> None:
     assert identity_of(subprocess.run)[1] is False
     assert identity_of(subprocess.run) != identity_of(subprocess.call)
+
+
+def test_a_cached_function_of_the_script_is_refused() -> None:
+    names = {"__name__": "__main__"}
+    source = "import functools\n@functools.cache\ndef f(x): return x\ndef g(y): return f(y)\n"
+    exec(source, names)
+    with pytest.raises(CachedInScript, match="f"):
+        identity_of(names["g"])
