@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.schema.run import RunConfig
@@ -32,6 +32,7 @@ from tandem.driver.run import Observer
 from tandem.errors import UserError
 from tandem.facade.callback import CallbackSink, OnStep, StopTraining
 from tandem.facade.functions import Rewards, reward_keys
+from tandem.facade.keys import flat_keys, joined_keys
 from tandem.facade.rows import Data, write_data
 from tandem.facade.run import Run
 
@@ -86,7 +87,7 @@ def train(
         RunFailure: a process of the run failed.
         Interrupted: a signal ended the run, after it was saved.
     """
-    given = dict(keys or {})
+    given = flat_keys(RunConfig, keys)
     run_folder = claim_folder("train", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder, completes=True)
     own = {
@@ -94,7 +95,7 @@ def train(
         **_data_keys(files, held_out),
         **({} if rewards is None else reward_keys(rewards, folder=run_folder)),
     }
-    loaded = load_runnable(RunConfig, (), values=_merged(given, own, folder=run_folder))
+    loaded = load_runnable(RunConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, reinforcement.run, on_step=on_step)
 
 
@@ -112,11 +113,11 @@ def sft(
     The arguments and errors are those of ``train``. Rows have the columns that ``data.prompt_key``
     and ``data.response_key`` name, or conversations with ``data.multiturn.enable``.
     """
-    given = dict(keys or {})
+    given = flat_keys(SftConfig, keys)
     run_folder = claim_folder("sft", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder, completes=False)
     own = {"model.path": os.fspath(model), **_data_keys(files, held_out)}
-    loaded = load_runnable(SftConfig, (), values=_merged(given, own, folder=run_folder))
+    loaded = load_runnable(SftConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, supervised.run, on_step=on_step)
 
 
@@ -142,28 +143,13 @@ def claim_folder(
     return path
 
 
-def _merged(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:
-    """Return all keys. Raise UserError if one is given by an argument and by ``keys``."""
-    flat = {
-        f"{key}.{name}": value
-        for key, section in given.items()
-        if isinstance(section, Mapping)
-        for name, value in cast(Mapping[str, Any], section).items()
-    }
-    for key, value in (*flat.items(), *given.items()):
-        if key not in own:
-            continue
-        raise UserError(
-            key,
-            value,
-            rule="another argument sets this key too",
-            remedy="Leave one of them out.",
-        )
-    if Path(os.path.expanduser(given.get(_FOLDER, folder))) != folder:
-        raise UserError(
-            _FOLDER, given[_FOLDER], rule="folder names another one", remedy="Leave one out."
-        )
-    return {**given, **own, _FOLDER: str(folder)}
+def _in_folder(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:
+    """Return all keys of a run in ``folder``, which the arguments and ``keys`` may both name."""
+    named = given.get(_FOLDER)
+    if named is not None and Path(os.path.expanduser(named)) != folder:
+        remedy = "Leave one of them out."
+        raise UserError(_FOLDER, named, rule="folder names another one", remedy=remedy)
+    return joined_keys(given, own) | {_FOLDER: str(folder)}
 
 
 def _run(loaded: LoadedConfig[Any], start: Callable[..., int], *, on_step: OnStep | None) -> Run:

@@ -13,7 +13,6 @@ import pytest
 import tandem
 from tandem.algorithms.advantages import ADVANTAGES
 from tandem.algorithms.losses import POLICY_LOSSES
-from tandem.errors import UserError
 from tandem.facade.start import claim_folder
 from tandem.metrics.sinks import LOGGERS
 from tandem.rewards.routing import RULES
@@ -45,13 +44,3 @@ def test_runs_that_start_together_have_folders_of_their_own(
     folders = [claim_folder("train", {}, folder=None) for _ in range(3)]
     assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
     assert claim_folder("train", {}, folder="mine") == Path("mine")
-
-
-def test_a_key_of_a_section_may_not_be_an_argument_too(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.train_files='x': another argument sets this key too"):
-        tandem.train(
-            model="none",
-            data="rows.jsonl",
-            keys={"data": {"train_files": "x"}},
-            folder=tmp_path,
-        )
