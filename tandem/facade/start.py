@@ -39,6 +39,9 @@ from tandem.facade.run import Run
 logger = logging.getLogger(__name__)
 
 _FOLDER = "trainer.default_local_dir"
+_FREQUENCY = "trainer.test_freq"
+_LAST_STEP = 1_000_000_000
+"""More steps than any run has, of which the last one alone is validated."""
 _OUTPUTS = Path("outputs")
 
 
@@ -92,7 +95,7 @@ def train(
     files, held_out = write_data(data, validation, folder=run_folder, completes=True)
     own = {
         "actor_rollout_ref.model.path": os.fspath(model),
-        **_data_keys(files, held_out),
+        **data_keys(files, held_out, given=given),
         **({} if rewards is None else reward_keys(rewards, folder=run_folder)),
     }
     loaded = load_runnable(RunConfig, (), values=_in_folder(given, own, folder=run_folder))
@@ -116,13 +119,19 @@ def sft(
     given = flat_keys(SftConfig, keys)
     run_folder = claim_folder("sft", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder, completes=False)
-    own = {"model.path": os.fspath(model), **_data_keys(files, held_out)}
+    own = {"model.path": os.fspath(model), **data_keys(files, held_out, given=given)}
     loaded = load_runnable(SftConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, supervised.run, on_step=on_step)
 
 
-def _data_keys(files: list[str], held_out: list[str]) -> dict[str, Any]:
-    return {"data.train_files": files, "data.val_files": held_out}
+def data_keys(files: list[str], held_out: list[str], *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the files, and one by which rows to validate on are used at the end."""
+    is_unused = held_out and _FREQUENCY not in given and not given.get("trainer.val_only")
+    return {
+        "data.train_files": files,
+        "data.val_files": held_out,
+        **({_FREQUENCY: _LAST_STEP} if is_unused else {}),
+    }
 
 
 def claim_folder(

@@ -13,7 +13,7 @@ import pytest
 import tandem
 from tandem.algorithms.advantages import ADVANTAGES
 from tandem.algorithms.losses import POLICY_LOSSES
-from tandem.facade.start import claim_folder
+from tandem.facade.start import claim_folder, data_keys
 from tandem.metrics.sinks import LOGGERS
 from tandem.rewards.routing import RULES
 
@@ -44,3 +44,20 @@ def test_runs_that_start_together_have_folders_of_their_own(
     folders = [claim_folder("train", {}, folder=None) for _ in range(3)]
     assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
     assert claim_folder("train", {}, folder="mine") == Path("mine")
+
+
+@pytest.mark.parametrize(
+    ("held_out", "given", "frequency"),
+    [
+        (["v.jsonl"], {}, 1_000_000_000),
+        ([], {}, None),
+        (["v.jsonl"], {"trainer.test_freq": -1}, None),
+        (["v.jsonl"], {"trainer.val_only": True}, None),
+    ],
+)
+def test_rows_to_validate_on_are_used_after_the_last_step(
+    held_out: list[str], given: dict[str, Any], frequency: int | None
+) -> None:
+    keys = data_keys(["t.jsonl"], held_out, given=given)
+    assert keys["data.val_files"] == held_out
+    assert keys.get("trainer.test_freq") == frequency
