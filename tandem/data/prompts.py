@@ -42,6 +42,7 @@ LARGE_ROWS = 20_000
 
 NO_SOURCE = "custom"
 """The data source of rows without one."""
+_NAMED_COLUMNS = ("prompt", "data_source", "ground_truth", "reward_model", "extra_info")
 _COLUMNS_PAGE = "docs/data.md lists the columns, with a converter of ten lines."
 
 
@@ -187,7 +188,7 @@ def _read_rows(
                 row=number,
                 data_source=row.get(config.reward_fn_key) or NO_SOURCE,
                 ground_truth=_truth_of(row),
-                extra_info=row.get("extra_info") or {},
+                extra_info=_extra_info_of(row, config),
                 messages=row[config.prompt_key],
                 agent=agent,
             )
@@ -296,6 +297,16 @@ def _truth_of(row: Row) -> Any:
     """Return ``reward_model.ground_truth``, or a column ``ground_truth`` of its own."""
     truth = _reward_of(row).get("ground_truth")
     return row.get("ground_truth") if truth is None else truth
+
+
+def _extra_info_of(row: Row, config: DataConfig) -> Row:
+    """Return ``extra_info``, with all columns of a row that is not of verl's schema."""
+    given = row.get("extra_info") or {}
+    if row.get("reward_model") is not None:
+        return given
+    named = {config.image_key, *_NAMED_COLUMNS}
+    others = {name: value for name, value in row.items() if name not in named}
+    return others | given if others else given
 
 
 def _lack(row: Row, column: str, *, rule: str, also: str = "") -> RowFault:

@@ -29,14 +29,13 @@ _SPLIT_SEED = 1
 
 
 def write_data(
-    data: Data, validation: Data | float | None, *, folder: Path, completes: bool
+    data: Data, validation: Data | float | None, *, folder: Path
 ) -> tuple[list[str], list[str]]:
     """Return the training and the validation files, after writing rows that are in memory.
 
     Args:
         validation: rows, paths, the share of ``data`` to set aside, or None.
         folder: the run folder.
-        completes: whether columns that verl's schema does not name are put into ``extra_info``.
 
     Raises:
         UserError: a row is not a mapping or holds a value that JSON cannot hold, or the share is
@@ -49,16 +48,10 @@ def write_data(
             "train": [row for number, row in enumerate(rows) if number not in chosen],
             "validation": [rows[number] for number in sorted(chosen)],
         }
-        files = [
-            _write(part, name, folder=folder, completes=completes) for name, part in parts.items()
-        ]
+        files = [_write(part, name, folder=folder) for name, part in parts.items()]
         return files[:1], files[1:]
-    files = (
-        []
-        if validation is None
-        else _files(validation, "validation", folder=folder, completes=completes)
-    )
-    return _files(data, "train", folder=folder, completes=completes), files
+    files = [] if validation is None else _files(validation, "validation", folder=folder)
+    return _files(data, "train", folder=folder), files
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -74,23 +67,11 @@ def digest(content: bytes) -> str:
     return sha256(content).hexdigest()[:DIGEST_LENGTH]
 
 
-def completed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row whose ``extra_info`` has all columns that verl's schema does not name.
-
-    A row that has ``reward_model`` is returned unchanged.
-    """
-    if "reward_model" in row:
-        return dict(row)
-    named = ("prompt", "ground_truth", "data_source", "extra_info")
-    others = {name: value for name, value in row.items() if name not in named}
-    return {**row, "extra_info": others | dict(row.get("extra_info") or {})}
-
-
-def _files(data: Data, name: str, *, folder: Path, completes: bool) -> list[str]:
+def _files(data: Data, name: str, *, folder: Path) -> list[str]:
     paths = _paths(data)
     if paths:
         return paths
-    return [_write(_rows(data, name), name, folder=folder, completes=completes)]
+    return [_write(_rows(data, name), name, folder=folder)]
 
 
 def _paths(data: Data) -> list[str]:
@@ -133,11 +114,8 @@ def _validation_rows(num_rows: int, share: float) -> frozenset[int]:
     return frozenset(permutation(num_rows, seed=_SPLIT_SEED, epoch=0)[:number].tolist())
 
 
-def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path, completes: bool) -> str:
-    lines = [
-        _line(completed(row) if completes else row, name, number=number)
-        for number, row in enumerate(rows)
-    ]
+def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path) -> str:
+    lines = [_line(row, name, number=number) for number, row in enumerate(rows)]
     content = b"".join(lines)
     path = folder / INPUTS_FOLDER / f"{name}-{digest(content)}.jsonl"
     if not path.exists():

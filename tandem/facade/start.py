@@ -92,7 +92,7 @@ def train(
     """
     given = flat_keys(RunConfig, keys)
     run_folder = claim_folder("train", given, folder=folder)
-    files, held_out = write_data(data, validation, folder=run_folder, completes=True)
+    files, held_out = write_data(data, validation, folder=run_folder)
     own = {
         "actor_rollout_ref.model.path": os.fspath(model),
         **data_keys(files, held_out, given=given),
@@ -118,7 +118,7 @@ def sft(
     """
     given = flat_keys(SftConfig, keys)
     run_folder = claim_folder("sft", given, folder=folder)
-    files, held_out = write_data(data, validation, folder=run_folder, completes=False)
+    files, held_out = write_data(data, validation, folder=run_folder)
     own = {"model.path": os.fspath(model), **data_keys(files, held_out, given=given)}
     loaded = load_runnable(SftConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, supervised.run, on_step=on_step)
