@@ -29,6 +29,7 @@ from tandem.driver.execution import StopSwitch
 from tandem.driver.notices import notices
 from tandem.driver.restarts import Restarts, failure_of
 from tandem.driver.run import Observer
+from tandem.driver.streams import open_closed_streams
 from tandem.errors import UserError
 from tandem.facade.callback import CallbackSink, OnStep, StopTraining
 from tandem.facade.functions import Rewards, reward_keys
@@ -90,6 +91,7 @@ def train(
         RunFailure: a process of the run failed.
         Interrupted: a signal ended the run, after it was saved.
     """
+    open_closed_streams()
     given = flat_keys(RunConfig, keys)
     run_folder = claim_folder("train", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder)
@@ -116,6 +118,7 @@ def sft(
     The arguments and errors are those of ``train``. Rows have the columns that ``data.prompt_key``
     and ``data.response_key`` name, or conversations with ``data.multiturn.enable``.
     """
+    open_closed_streams()
     given = flat_keys(SftConfig, keys)
     run_folder = claim_folder("sft", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder)

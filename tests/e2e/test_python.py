@@ -42,7 +42,7 @@ KEYS: dict[str, Any] = {
     "actor_rollout_ref.rollout.n": 4,
     "trainer.total_training_steps": 4,
 }
-TWO_PROCESSES = """
+SCRIPT = """
 import asyncio, json, sys
 import tandem
 
@@ -154,7 +154,7 @@ def test_two_processes_beside_a_running_loop_equal_the_command_line(
         "folder": str(tmp_path / "python"),
     }
     script = tmp_path / "script.py"
-    script.write_text(TWO_PROCESSES)
+    script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(arguments)],
         capture_output=True,
@@ -169,6 +169,25 @@ def test_two_processes_beside_a_running_loop_equal_the_command_line(
     assert ended.code == 0, ended.stderr
     ours = repeatable(metrics_of(tmp_path / "python"))
     assert ours == repeatable(metrics_of(tmp_path / "run")) and set(ours) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_script_with_a_closed_output_trains(
+    closed: str, material: Material, tmp_path: Path
+) -> None:
+    arguments = {
+        "model": str(material.policy),
+        "data": short_rows(material.train),
+        "keys": KEYS | {"trainer.total_training_steps": 1},
+        "folder": str(tmp_path / "run"),
+    }
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    shell = ["sh", "-c", f'"$0" "$@" {closed}', sys.executable, script, json.dumps(arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(shell, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert tandem.load_run(tmp_path / "run").steps == 1
 
 
 @pytest.mark.parametrize("call", [lambda function: function(), in_a_loop])
