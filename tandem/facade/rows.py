@@ -55,11 +55,28 @@ def write_data(
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file below the run folder, completely or not at all.
+
+    Raises:
+        UserError: the folder cannot be made, or not be written into.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        raise unwritable(path.parent.parent, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> UserError:
+    """Return the error of a run folder that cannot be written."""
+    return UserError(
+        "folder",
+        str(folder),
+        rule=f"cannot be written ({error.strerror or error})",
+        remedy="Name a folder that is yours, or a new one, and leave space on its disk.",
+    )
 
 
 def digest(content: bytes) -> str:

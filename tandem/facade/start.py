@@ -8,7 +8,6 @@ are raised, and nothing here ends the process.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -34,7 +33,7 @@ from tandem.errors import UserError
 from tandem.facade.callback import CallbackSink, OnStep, StopTraining
 from tandem.facade.functions import Rewards, reward_keys
 from tandem.facade.keys import flat_keys, joined_keys
-from tandem.facade.rows import Data, write_data
+from tandem.facade.rows import Data, unwritable, write_data
 from tandem.facade.run import Run
 
 logger = logging.getLogger(__name__)
@@ -92,11 +91,11 @@ def train(
         Interrupted: a signal ended the run, after it was saved.
     """
     open_closed_streams()
-    given = flat_keys(RunConfig, keys)
+    given, model_path = flat_keys(RunConfig, keys), _model_path(model)
     run_folder = claim_folder("train", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder)
     own = {
-        "actor_rollout_ref.model.path": os.fspath(model),
+        "actor_rollout_ref.model.path": model_path,
         **data_keys(files, held_out, given=given),
         **({} if rewards is None else reward_keys(rewards, folder=run_folder)),
     }
@@ -119,12 +118,19 @@ def sft(
     and ``data.response_key`` name, or conversations with ``data.multiturn.enable``.
     """
     open_closed_streams()
-    given = flat_keys(SftConfig, keys)
+    given, model_path = flat_keys(SftConfig, keys), _model_path(model)
     run_folder = claim_folder("sft", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder)
-    own = {"model.path": os.fspath(model), **data_keys(files, held_out, given=given)}
+    own = {"model.path": model_path, **data_keys(files, held_out, given=given)}
     loaded = load_runnable(SftConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, supervised.run, on_step=on_step)
+
+
+def _model_path(model: str | os.PathLike[str]) -> str:
+    if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "Give a Hugging Face folder, or a name on the hub."
+        raise UserError("model", model, rule="is neither a path nor a name", remedy=remedy)
+    return os.fspath(model)
 
 
 def data_keys(files: list[str], held_out: list[str], *, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,10 +155,14 @@ def claim_folder(
     stem = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         path = _OUTPUTS / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):
+        try:
             path.mkdir(parents=True)
-            break
-    return path
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise unwritable(path, error) from error
+    raise AssertionError("the numbers never end")
 
 
 def _in_folder(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:

@@ -279,6 +279,9 @@ def test_wrong_arguments_are_refused_with_their_names(material: Material, tmp_pa
         "validation": {"validation": 1.5},
         "data": {"data": 3, "validation": 0.5},
         "train": {"data": [{"prompt": lock}]},
+        "data.train_files": {"data": [{"prompt": "2?", "extra_info": "abc"}]},
+        "model": {"model": None},
+        "keys": {"keys": "x=1"},
     }.items():
         with pytest.raises(tandem.UserError) as caught:
             train(material, tmp_path, **changes)

@@ -13,6 +13,7 @@ import pytest
 import tandem
 from tandem.algorithms.advantages import ADVANTAGES
 from tandem.algorithms.losses import POLICY_LOSSES
+from tandem.errors import UserError
 from tandem.facade.start import claim_folder, data_keys
 from tandem.metrics.sinks import LOGGERS
 from tandem.rewards.routing import RULES
@@ -61,3 +62,13 @@ def test_rows_to_validate_on_are_used_after_the_last_step(
     keys = data_keys(["t.jsonl"], held_out, given=given)
     assert keys["data.val_files"] == held_out
     assert keys.get("trainer.test_freq") == frequency
+
+
+@pytest.mark.parametrize("train", [tandem.train, tandem.sft])
+def test_a_file_is_no_folder_and_a_model_has_a_name(train: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "2?"}]
+    with pytest.raises(UserError, match=f"folder='{__file__}': cannot be written"):
+        train(model="m", data=rows, folder=__file__)
+    with pytest.raises(UserError, match="model=None: is neither a path nor a name"):
+        train(model=None, data=rows, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
