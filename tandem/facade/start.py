@@ -34,7 +34,7 @@ from tandem.facade.callback import CallbackSink, OnStep, StopTraining
 from tandem.facade.functions import Rewards, reward_keys
 from tandem.facade.keys import flat_keys, joined_keys
 from tandem.facade.rows import Data, unwritable, write_data
-from tandem.facade.run import Run
+from tandem.facade.run import Run, absolute
 
 logger = logging.getLogger(__name__)
 
@@ -146,15 +146,17 @@ def data_keys(files: list[str], held_out: list[str], *, given: Mapping[str, Any]
 def claim_folder(
     command: str, given: Mapping[str, Any], *, folder: str | os.PathLike[str] | None
 ) -> Path:
-    """Return the folder of the run; if neither argument nor key names one, make a new one, which
-    no other run that starts in this moment gets.
+    """Return the absolute path of the folder of the run, as the program may change its directory.
+
+    If neither argument nor key names one, make a new one, which no other run that starts in this
+    moment gets.
     """
     named = given.get(_FOLDER) if folder is None else folder
     if named is not None:
-        return Path(os.path.expanduser(named))
+        return absolute(named)
     stem = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
-        path = _OUTPUTS / (stem if number == 1 else f"{stem}-{number}")
+        path = absolute(_OUTPUTS) / (stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(parents=True)
             return path
@@ -168,7 +170,7 @@ def claim_folder(
 def _in_folder(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:
     """Return all keys of a run in ``folder``, which the arguments and ``keys`` may both name."""
     named = given.get(_FOLDER)
-    if named is not None and Path(os.path.expanduser(named)) != folder:
+    if named is not None and absolute(named) != folder:
         remedy = "Leave one of them out."
         raise UserError(_FOLDER, named, rule="folder names another one", remedy=remedy)
     return joined_keys(given, own) | {_FOLDER: str(folder)}

@@ -211,6 +211,16 @@ def test_an_interrupted_run_is_saved_and_continues(
     assert repeatable(metrics_of(tmp_path)) == of_command
 
 
+def test_a_program_may_change_its_directory_while_it_trains(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = train(material, Path("run"), on_step=lambda _: os.chdir(tmp_path / "elsewhere"))
+    assert run.folder == tmp_path / "run" and run.steps == 4 and run.model_folder.is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_the_callback_ends_the_run_by_an_exception(material: Material, tmp_path: Path) -> None:
     def stop(report: tandem.StepMetrics) -> None:
         if report.step == 2:

@@ -44,7 +44,8 @@ def test_runs_that_start_together_have_folders_of_their_own(
     monkeypatch.chdir(tmp_path)
     folders = [claim_folder("train", {}, folder=None) for _ in range(3)]
     assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
-    assert claim_folder("train", {}, folder="mine") == Path("mine")
+    assert all(folder.is_absolute() for folder in folders)
+    assert claim_folder("train", {}, folder="mine") == tmp_path / "mine"
 
 
 @pytest.mark.parametrize(
