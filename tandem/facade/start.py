@@ -30,7 +30,7 @@ from tandem.driver.restarts import Restarts, failure_of
 from tandem.driver.run import Observer
 from tandem.driver.streams import open_closed_streams
 from tandem.errors import UserError
-from tandem.facade.callback import CallbackSink, OnStep, StopTraining
+from tandem.facade.callback import CallbackSink, OnStep, StopTraining, require_callback
 from tandem.facade.functions import Rewards, reward_keys
 from tandem.facade.keys import flat_keys, joined_keys
 from tandem.facade.rows import Data, unwritable, write_data
@@ -91,6 +91,7 @@ def train(
         Interrupted: a signal ended the run, after it was saved.
     """
     open_closed_streams()
+    require_callback(on_step)
     given, model_path = flat_keys(RunConfig, keys), _model_path(model)
     run_folder = claim_folder("train", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder)
@@ -118,6 +119,7 @@ def sft(
     and ``data.response_key`` name, or conversations with ``data.multiturn.enable``.
     """
     open_closed_streams()
+    require_callback(on_step)
     given, model_path = flat_keys(SftConfig, keys), _model_path(model)
     run_folder = claim_folder("sft", given, folder=folder)
     files, held_out = write_data(data, validation, folder=run_folder)
