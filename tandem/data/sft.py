@@ -246,7 +246,7 @@ def _given(value: Any) -> Any:
 
 
 def _field(row: Row, part: str, *, key: str, dict_keys: Sequence[str]) -> Any:
-    """Return ``row[key][dict_keys[0]][...]``, where ``data.<part>_key`` names the column ``key``."""
+    """Return ``row[key][dict_keys[0]][...]``; ``data.<part>_key`` is ``key``."""
     value: Any = row.get(key)
     for inner in dict_keys:
         value = value.get(inner) if isinstance(value, dict) else None
