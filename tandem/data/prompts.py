@@ -31,7 +31,7 @@ from tandem.data.rendering import (
 )
 from tandem.data.seeing import see_rows
 from tandem.data.selection import UsedRows, read_used_rows
-from tandem.data.tokenizer import TextCodec, is_chat
+from tandem.data.tokenizer import Chat, TextCodec, is_chat
 from tandem.errors import UserError
 from tandem.types import Prompt
 
@@ -197,9 +197,7 @@ def _read_rows(
     if pictures is not None:
         answered_by = {row.row: row.agent for row in rows}
         seen = see_rows(used, config, rule=pictures, agents=answered_by, validation=validation)
-    num_plain = sum(isinstance(row.messages, str) for row in rows)
-    if num_plain and codec.has_chat_template:
-        _warn_of_text(num_plain, len(rows), source=used.source)
+    _warn_of_forms(rows, codec, source=used.source)
     if by_function:
         _warn_of_some_without_truth(rows, used.source)
     reader = PromptReader(config, codec, source=used.source, rule=rule, seen=seen)
@@ -251,14 +249,30 @@ def _tell_of_pictures(entries: Sequence[PromptEntry], source: RowSource) -> None
         )
 
 
-def _warn_of_text(num_plain: int, num_rows: int, *, source: RowSource) -> None:
-    logger.warning(
-        "%s: %d of %d prompts are text, to which the chat template is not applied; it is "
-        "applied to lists of {role, content}",
-        source.key,
-        num_plain,
-        num_rows,
-    )
+def _warn_of_forms(rows: Sequence[PromptRow], codec: TextCodec, *, source: RowSource) -> None:
+    """Warn of prompts that the model sees in another form than their authors may expect."""
+    num_plain = sum(isinstance(row.messages, str) for row in rows)
+    if num_plain and codec.has_chat_template:
+        logger.warning(
+            "%s: %d of %d prompts are text, to which the chat template is not applied; it is "
+            "applied to lists of {role, content}",
+            source.key,
+            num_plain,
+            len(rows),
+        )
+    num_answered = sum(_ends_with_answer(row.messages) for row in rows)
+    if num_answered:
+        logger.warning(
+            "%s: %d of %d prompts end with a message of the assistant, which is not continued: the "
+            "model answers in a new turn after it",
+            source.key,
+            num_answered,
+            len(rows),
+        )
+
+
+def _ends_with_answer(messages: Chat | str) -> bool:
+    return not isinstance(messages, str) and messages[-1]["role"] == "assistant"
 
 
 def _warn_of_some_without_truth(rows: Sequence[PromptRow], source: RowSource) -> None:

@@ -70,6 +70,16 @@ def test_columns_without_a_name_in_the_schema_become_extra_info(
         assert entries[1].ground_truth == 2
 
 
+def test_a_prompt_that_ends_with_an_answer_is_warned_of(
+    rows: Rows, write: Write, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows[0]["prompt"] = [*rows[0]["prompt"], {"role": "assistant", "content": "The answer is"}]
+    entry = load_prompts(settings(write(rows)), codec)[0]
+    assert entry.text.endswith("The answer is<|im_end|>\n<|im_start|>assistant\n")
+    (message,) = caplog.messages
+    assert f"1 of {len(rows)} prompts end with a message of the assistant" in message
+
+
 def test_columns_can_have_other_names(rows: Rows, write: Write, codec: TextCodec) -> None:
     renamed = [{"q": row.pop("prompt"), "src": row.pop("data_source"), **row} for row in rows]
     config = settings(write(renamed), prompt_key="q", reward_fn_key="src")
