@@ -138,6 +138,17 @@ class ChildProcess:
             self._listener.on_lines(lines)
 
 
+def _output(number: int) -> int | None:
+    """Return None for a standard stream that a child can have, else what stands for nothing.
+
+    If the caller has closed the stream, this process may have opened another file by its number.
+    """
+    try:
+        return None if os.get_inheritable(number) else subprocess.DEVNULL
+    except OSError:
+        return subprocess.DEVNULL
+
+
 def start_interpreter(
     module: str,
     *,
@@ -166,8 +177,8 @@ def start_interpreter(
         process = subprocess.Popen(
             [interpreter, "-c", _BOOTSTRAP, folders, module, *map(str, own)],
             stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
+            stdout=_output(1) if log_fd is None else log_fd,
+            stderr=_output(2) if log_fd is None else log_fd,
             env=environment,
             pass_fds=(*own, *descriptors),
             start_new_session=True,

@@ -19,6 +19,7 @@ from typing import Any
 
 from tandem import __version__
 from tandem.cli.entries import spelled_out
+from tandem.driver.streams import open_closed_streams
 from tandem.errors import RunFailure, UserError
 from tandem.runtime.os_settings import no_collection
 from tandem.runtime.torchrun import run_as_launched, with_launched_devices
@@ -109,7 +110,7 @@ COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of the process; return the exit code."""
-    _open_closed_streams()
+    open_closed_streams()
     words = spelled_out(sys.argv[1:] if arguments is None else arguments)
     takes_keys = bool(words) and words[0] in COMMANDS_WITH_KEYS
     if not takes_keys:
@@ -175,20 +176,6 @@ def _discard_output() -> None:
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, sys.stdout.fileno())
     os.close(sink)
-
-
-def _open_closed_streams() -> None:
-    """Open what the caller has closed (``>&-``), so that no file takes the number of a stream, here
-    or in a child.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            sink = os.open(os.devnull, os.O_RDWR)
-            if sink != number:
-                os.dup2(sink, number)
-                os.close(sink)
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def help_text() -> str:

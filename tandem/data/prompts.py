@@ -31,7 +31,7 @@ from tandem.data.rendering import (
 )
 from tandem.data.seeing import see_rows
 from tandem.data.selection import UsedRows, read_used_rows
-from tandem.data.tokenizer import TextCodec, is_chat
+from tandem.data.tokenizer import Chat, TextCodec, is_chat
 from tandem.errors import UserError
 from tandem.types import Prompt
 
@@ -42,6 +42,7 @@ LARGE_ROWS = 20_000
 
 NO_SOURCE = "custom"
 """The data source of rows without one."""
+_NAMED_COLUMNS = ("prompt", "data_source", "ground_truth", "reward_model", "extra_info")
 _COLUMNS_PAGE = "docs/data.md lists the columns, with a converter of ten lines."
 
 
@@ -187,7 +188,7 @@ def _read_rows(
                 row=number,
                 data_source=row.get(config.reward_fn_key) or NO_SOURCE,
                 ground_truth=_truth_of(row),
-                extra_info=row.get("extra_info") or {},
+                extra_info=_extra_info_of(row, config),
                 messages=row[config.prompt_key],
                 agent=agent,
             )
@@ -196,9 +197,7 @@ def _read_rows(
     if pictures is not None:
         answered_by = {row.row: row.agent for row in rows}
         seen = see_rows(used, config, rule=pictures, agents=answered_by, validation=validation)
-    num_plain = sum(isinstance(row.messages, str) for row in rows)
-    if num_plain and codec.has_chat_template:
-        _warn_of_text(num_plain, len(rows), source=used.source)
+    _warn_of_forms(rows, codec, source=used.source)
     if by_function:
         _warn_of_some_without_truth(rows, used.source)
     reader = PromptReader(config, codec, source=used.source, rule=rule, seen=seen)
@@ -250,14 +249,30 @@ def _tell_of_pictures(entries: Sequence[PromptEntry], source: RowSource) -> None
         )
 
 
-def _warn_of_text(num_plain: int, num_rows: int, *, source: RowSource) -> None:
-    logger.warning(
-        "%s: %d of %d prompts are text, to which the chat template is not applied; it is "
-        "applied to lists of {role, content}",
-        source.key,
-        num_plain,
-        num_rows,
-    )
+def _warn_of_forms(rows: Sequence[PromptRow], codec: TextCodec, *, source: RowSource) -> None:
+    """Warn of prompts that the model sees in another form than their authors may expect."""
+    num_plain = sum(isinstance(row.messages, str) for row in rows)
+    if num_plain and codec.has_chat_template:
+        logger.warning(
+            "%s: %d of %d prompts are text, to which the chat template is not applied; it is "
+            "applied to lists of {role, content}",
+            source.key,
+            num_plain,
+            len(rows),
+        )
+    num_answered = sum(_ends_with_answer(row.messages) for row in rows)
+    if num_answered:
+        logger.warning(
+            "%s: %d of %d prompts end with a message of the assistant, which is not continued: the "
+            "model answers in a new turn after it",
+            source.key,
+            num_answered,
+            len(rows),
+        )
+
+
+def _ends_with_answer(messages: Chat | str) -> bool:
+    return not isinstance(messages, str) and messages[-1]["role"] == "assistant"
 
 
 def _warn_of_some_without_truth(rows: Sequence[PromptRow], source: RowSource) -> None:
@@ -296,6 +311,16 @@ def _truth_of(row: Row) -> Any:
     """Return ``reward_model.ground_truth``, or a column ``ground_truth`` of its own."""
     truth = _reward_of(row).get("ground_truth")
     return row.get("ground_truth") if truth is None else truth
+
+
+def _extra_info_of(row: Row, config: DataConfig) -> Row:
+    """Return ``extra_info``, with all columns of a row that is not of verl's schema."""
+    given = row.get("extra_info") or {}
+    if row.get("reward_model") is not None:
+        return given
+    named = {config.image_key, *_NAMED_COLUMNS}
+    others = {name: value for name, value in row.items() if name not in named}
+    return others | given if others else given
 
 
 def _lack(row: Row, column: str, *, rule: str, also: str = "") -> RowFault:

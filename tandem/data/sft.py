@@ -147,12 +147,12 @@ def _expanded(example: SftExample, seen: RowPictures) -> SftExample:
 def _prompt_and_response(
     row: Row, config: SftDataConfig, *, codec: TextCodec, mark: Mark
 ) -> list[TextPiece]:
-    prompt = _field(row, config.prompt_key, dict_keys=config.prompt_dict_keys)
+    prompt = _field(row, "prompt", key=config.prompt_key, dict_keys=config.prompt_dict_keys)
     if not isinstance(prompt, str) and not is_chat(prompt):
         rule = "has a prompt that is neither text nor a list of {role, content}"
         raise RowFault(rule)
     prompt = mark(prompt)
-    response = _field(row, config.response_key, dict_keys=config.response_dict_keys)
+    response = _field(row, "response", key=config.response_key, dict_keys=config.response_dict_keys)
     if not isinstance(response, str):
         rule = f"has under {config.response_key!r} a response that is not text"
         raise RowFault(rule)
@@ -171,7 +171,10 @@ def _conversation(
     if not is_chat(messages):
         key = config.multiturn.messages_key
         rule = f"has no list of {{role, content}} under data.multiturn.messages_key={key!r}"
-        raise RowFault(rule)
+        if key in row:
+            raise RowFault(rule)
+        rule += f"; its columns are {', '.join(row)}"
+        raise RowFault(rule, "Set data.multiturn.messages_key to the column of the conversation.")
     messages = mark(messages)
     settings = _template_settings(row, config.multiturn)
     pieces: list[TextPiece] = []
@@ -242,14 +245,20 @@ def _given(value: Any) -> Any:
     return [_given(entry) for entry in cast(list[Any], value)] if isinstance(value, list) else value
 
 
-def _field(row: Row, key: str, *, dict_keys: Sequence[str]) -> Any:
-    """Return ``row[key][dict_keys[0]][...]``."""
+def _field(row: Row, part: str, *, key: str, dict_keys: Sequence[str]) -> Any:
+    """Return ``row[key][dict_keys[0]][...]``; ``data.<part>_key`` is ``key``."""
     value: Any = row.get(key)
     for inner in dict_keys:
         value = value.get(inner) if isinstance(value, dict) else None
     if not value:
         rule = f"has no value under {'.'.join([key, *dict_keys])!r}"
-        raise RowFault(rule)
+        if key in row:
+            raise RowFault(rule)
+        raise RowFault(
+            f"{rule}; its columns are {', '.join(row)}",
+            f"Set data.{part}_key to the column of the {part}, or data.multiturn.enable=True for "
+            "conversations (docs/data.md).",
+        )
     return value
 
 

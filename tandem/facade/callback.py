@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tandem.driver.execution import StopSwitch
+from tandem.errors import UserError
 from tandem.types import StepReport
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,28 @@ class StepMetrics:
 
 
 OnStep = Callable[[StepMetrics], object]
+
+
+def require_callback(on_step: OnStep | None) -> None:
+    """Raise UserError unless ``on_step`` is None, or a plain function of one argument."""
+    if on_step is None:
+        return
+    remedy = "Give a function of one argument, the metrics of a step."
+    if not callable(on_step):
+        raise UserError("on_step", on_step, rule="is not a function", remedy=remedy)
+    is_async = inspect.iscoroutinefunction
+    if is_async(on_step) or is_async(getattr(on_step, "__call__", None)):  # noqa: B004
+        rule = "is a coroutine function, which nothing awaits"
+        raise UserError("on_step", on_step, rule=rule, remedy="Define it without async.")
+    try:
+        signature = inspect.signature(on_step)
+    except (TypeError, ValueError):  # some functions of C have none
+        return
+    try:
+        signature.bind("metrics")
+    except TypeError as error:
+        rule = f"cannot be called with the metrics of a step ({error})"
+        raise UserError("on_step", on_step, rule=rule, remedy=remedy) from error
 
 
 class CallbackSink:

@@ -2,12 +2,16 @@
 """Python functions as files, which reward processes load.
 
 A function of an importable module is stored as its name; a function of a notebook or a script is
-stored itself, with the globals that it uses.
+stored itself, with the globals that it uses. The name of its file has a digest of it, so that a run
+is not continued with another function. An edited module is warned of.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
@@ -17,7 +21,10 @@ import cloudpickle
 
 from tandem.config.schema.imports import PICKLE_SUFFIX
 from tandem.errors import UserError
-from tandem.facade.rows import INPUTS_FOLDER, digest, write_once
+from tandem.facade.identity import MAIN_MODULES, CachedInScript, identity_of
+from tandem.facade.rows import DIGEST_LENGTH, INPUTS_FOLDER, digest, write_whole
+
+logger = logging.getLogger(__name__)
 
 Reward = Callable[..., Any] | str | tuple[Callable[..., Any] | str, float]
 Rewards = Reward | Mapping[str, Reward] | Iterable[Reward]
@@ -96,14 +103,54 @@ def _path(name: str, function: Any, *, folder: Path) -> str:
         )
     if not name.isidentifier():
         raise UserError("rewards", name, rule="is not a name", remedy="Use letters, digits and _.")
+    content, identity, holds_code = _pickled(name, function)
+    path = folder / INPUTS_FOLDER / f"{name}-{identity[:DIGEST_LENGTH]}{PICKLE_SUFFIX}"
+    write_whole(path, content)
+    if not holds_code:
+        _warn_if_edited(function, path.with_suffix(".source"))
+    return f"{path}:{name}"
+
+
+def _pickled(name: str, function: Any) -> tuple[bytes, str, bool]:
+    """Return the pickle of a function, its digest, and whether it holds code."""
+    key = f"rewards[{name!r}]"
     try:
-        content = cloudpickle.dumps(function)
+        _store_main_module_whole()
+        identity, holds_code = identity_of(function)
+        return cloudpickle.dumps(function), identity, holds_code
+    except CachedInScript as error:
+        raise UserError(
+            key,
+            rule=f"it uses {error}, which functools.lru_cache wraps and other processes import",
+            remedy=f"Define {error} in a module that the script imports, or without lru_cache.",
+        ) from error
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
-            f"rewards[{name!r}]",
+            key,
             rule=f"the function cannot be sent to another process ({error})",
             remedy="Make connections, locks and models inside the function, or in a module that it "
             "imports.",
         ) from error
-    path = folder / INPUTS_FOLDER / f"{name}-{digest(content)}{PICKLE_SUFFIX}"
-    return f"{write_once(path, content)}:{name}"
+
+
+def _store_main_module_whole() -> None:
+    """Make cloudpickle store what a script defines where multiprocessing has given it a name."""
+    for module in (sys.modules[name] for name in MAIN_MODULES[1:] if name in sys.modules):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _warn_if_edited(function: Any, record: Path) -> None:
+    """Warn if the file of a function that is stored as its name differs from that in ``record``."""
+    try:
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+        source = b"" if file is None else Path(file).read_bytes()
+    except (TypeError, OSError):  # a function of C, or one without a file
+        return
+    now = digest(source)
+    if record.exists() and record.read_text(encoding="utf-8") != now:
+        logger.warning(
+            "%s has changed since the last start in this folder, and rewards are computed by the "
+            "changed one",
+            file,
+        )
+    write_whole(record, now.encode())

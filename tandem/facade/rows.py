@@ -21,20 +21,21 @@ from tandem.errors import UserError
 
 INPUTS_FOLDER = "inputs"
 """The folder in the run folder for files that are made from Python objects."""
+DIGEST_LENGTH = 12
+"""The number of characters of a digest in the name of a file."""
 Data = Iterable[Mapping[str, Any]] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SPLIT_SEED = 1
 
 
 def write_data(
-    data: Data, validation: Data | float | None, *, folder: Path, completes: bool
+    data: Data, validation: Data | float | None, *, folder: Path
 ) -> tuple[list[str], list[str]]:
     """Return the training and the validation files, after writing rows that are in memory.
 
     Args:
         validation: rows, paths, the share of ``data`` to set aside, or None.
         folder: the run folder.
-        completes: whether columns that verl's schema does not name are put into ``extra_info``.
 
     Raises:
         UserError: a row is not a mapping or holds a value that JSON cannot hold, or the share is
@@ -47,50 +48,47 @@ def write_data(
             "train": [row for number, row in enumerate(rows) if number not in chosen],
             "validation": [rows[number] for number in sorted(chosen)],
         }
-        files = [
-            _write(part, name, folder=folder, completes=completes) for name, part in parts.items()
-        ]
+        files = [_write(part, name, folder=folder) for name, part in parts.items()]
         return files[:1], files[1:]
-    files = (
-        []
-        if validation is None
-        else _files(validation, "validation", folder=folder, completes=completes)
-    )
-    return _files(data, "train", folder=folder, completes=completes), files
+    files = [] if validation is None else _files(validation, "validation", folder=folder)
+    return _files(data, "train", folder=folder), files
 
 
-def write_once(path: Path, content: bytes) -> str:
-    """Write a file unless it exists, completely or not at all; return its path."""
-    if not path.exists():
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file below the run folder, completely or not at all.
+
+    Raises:
+        UserError: the folder cannot be made, or not be written into.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
         partial.write_bytes(content)
         os.replace(partial, path)
-    return str(path)
+    except OSError as error:
+        raise unwritable(path.parent.parent, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> UserError:
+    """Return the error of a run folder that cannot be written."""
+    return UserError(
+        "folder",
+        str(folder),
+        rule=f"cannot be written ({error.strerror or error})",
+        remedy="Name a folder that is yours, or a new one, and leave space on its disk.",
+    )
 
 
 def digest(content: bytes) -> str:
     """Return a short digest for the name of a file."""
-    return sha256(content).hexdigest()[:12]
+    return sha256(content).hexdigest()[:DIGEST_LENGTH]
 
 
-def completed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row whose ``extra_info`` has all columns that verl's schema does not name.
-
-    A row that has ``reward_model`` is returned unchanged.
-    """
-    if "reward_model" in row:
-        return dict(row)
-    named = ("prompt", "ground_truth", "data_source", "extra_info")
-    others = {name: value for name, value in row.items() if name not in named}
-    return {**row, "extra_info": others | dict(row.get("extra_info") or {})}
-
-
-def _files(data: Data, name: str, *, folder: Path, completes: bool) -> list[str]:
+def _files(data: Data, name: str, *, folder: Path) -> list[str]:
     paths = _paths(data)
     if paths:
         return paths
-    return [_write(_rows(data, name), name, folder=folder, completes=completes)]
+    return [_write(_rows(data, name), name, folder=folder)]
 
 
 def _paths(data: Data) -> list[str]:
@@ -133,13 +131,13 @@ def _validation_rows(num_rows: int, share: float) -> frozenset[int]:
     return frozenset(permutation(num_rows, seed=_SPLIT_SEED, epoch=0)[:number].tolist())
 
 
-def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path, completes: bool) -> str:
-    lines = [
-        _line(completed(row) if completes else row, name, number=number)
-        for number, row in enumerate(rows)
-    ]
+def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path) -> str:
+    lines = [_line(row, name, number=number) for number, row in enumerate(rows)]
     content = b"".join(lines)
-    return write_once(folder / INPUTS_FOLDER / f"{name}-{digest(content)}.jsonl", content)
+    path = folder / INPUTS_FOLDER / f"{name}-{digest(content)}.jsonl"
+    if not path.exists():
+        write_whole(path, content)
+    return str(path)
 
 
 def _line(row: Mapping[str, Any], name: str, *, number: int) -> bytes:

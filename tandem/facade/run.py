@@ -96,6 +96,11 @@ class Run:
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
     """Return the handle of a run, finished or not. Raise UserError if the folder has none."""
-    run = Run(Path(os.path.expanduser(folder)))
+    run = Run(absolute(folder))
     read_run(run.folder)
     return run
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """Return a path that means the same in every working directory, with ``~`` expanded."""
+    return Path(os.path.abspath(os.path.expanduser(folder)))

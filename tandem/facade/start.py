@@ -8,7 +8,6 @@ are raised, and nothing here ends the process.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -17,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.schema.run import RunConfig
@@ -29,15 +28,20 @@ from tandem.driver.execution import StopSwitch
 from tandem.driver.notices import notices
 from tandem.driver.restarts import Restarts, failure_of
 from tandem.driver.run import Observer
+from tandem.driver.streams import open_closed_streams
 from tandem.errors import UserError
-from tandem.facade.callback import CallbackSink, OnStep, StopTraining
+from tandem.facade.callback import CallbackSink, OnStep, StopTraining, require_callback
 from tandem.facade.functions import Rewards, reward_keys
-from tandem.facade.rows import Data, write_data
-from tandem.facade.run import Run
+from tandem.facade.keys import flat_keys, joined_keys
+from tandem.facade.rows import Data, unwritable, write_data
+from tandem.facade.run import Run, absolute
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = "trainer.default_local_dir"
+_FREQUENCY = "trainer.test_freq"
+_LAST_STEP = 1_000_000_000
+"""More steps than any run has, of which the last one alone is validated."""
 _OUTPUTS = Path("outputs")
 
 
@@ -86,15 +90,17 @@ def train(
         RunFailure: a process of the run failed.
         Interrupted: a signal ended the run, after it was saved.
     """
-    given = dict(keys or {})
+    open_closed_streams()
+    require_callback(on_step)
+    given, model_path = flat_keys(RunConfig, keys), _model_path(model)
     run_folder = claim_folder("train", given, folder=folder)
-    files, held_out = write_data(data, validation, folder=run_folder, completes=True)
+    files, held_out = write_data(data, validation, folder=run_folder)
     own = {
-        "actor_rollout_ref.model.path": os.fspath(model),
-        **_data_keys(files, held_out),
+        "actor_rollout_ref.model.path": model_path,
+        **data_keys(files, held_out, given=given),
         **({} if rewards is None else reward_keys(rewards, folder=run_folder)),
     }
-    loaded = load_runnable(RunConfig, (), values=_merged(given, own, folder=run_folder))
+    loaded = load_runnable(RunConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, reinforcement.run, on_step=on_step)
 
 
@@ -112,58 +118,64 @@ def sft(
     The arguments and errors are those of ``train``. Rows have the columns that ``data.prompt_key``
     and ``data.response_key`` name, or conversations with ``data.multiturn.enable``.
     """
-    given = dict(keys or {})
+    open_closed_streams()
+    require_callback(on_step)
+    given, model_path = flat_keys(SftConfig, keys), _model_path(model)
     run_folder = claim_folder("sft", given, folder=folder)
-    files, held_out = write_data(data, validation, folder=run_folder, completes=False)
-    own = {"model.path": os.fspath(model), **_data_keys(files, held_out)}
-    loaded = load_runnable(SftConfig, (), values=_merged(given, own, folder=run_folder))
+    files, held_out = write_data(data, validation, folder=run_folder)
+    own = {"model.path": model_path, **data_keys(files, held_out, given=given)}
+    loaded = load_runnable(SftConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, supervised.run, on_step=on_step)
 
 
-def _data_keys(files: list[str], held_out: list[str]) -> dict[str, Any]:
-    return {"data.train_files": files, "data.val_files": held_out}
+def _model_path(model: str | os.PathLike[str]) -> str:
+    if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "Give a Hugging Face folder, or a name on the hub."
+        raise UserError("model", model, rule="is neither a path nor a name", remedy=remedy)
+    return os.fspath(model)
+
+
+def data_keys(files: list[str], held_out: list[str], *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the files, and one by which rows to validate on are used at the end."""
+    is_unused = held_out and _FREQUENCY not in given and not given.get("trainer.val_only")
+    return {
+        "data.train_files": files,
+        "data.val_files": held_out,
+        **({_FREQUENCY: _LAST_STEP} if is_unused else {}),
+    }
 
 
 def claim_folder(
     command: str, given: Mapping[str, Any], *, folder: str | os.PathLike[str] | None
 ) -> Path:
-    """Return the folder of the run; if neither argument nor key names one, make a new one, which
-    no other run that starts in this moment gets.
+    """Return the absolute path of the folder of the run, as the program may change its directory.
+
+    If neither argument nor key names one, make a new one, which no other run that starts in this
+    moment gets.
     """
     named = given.get(_FOLDER) if folder is None else folder
     if named is not None:
-        return Path(os.path.expanduser(named))
+        return absolute(named)
     stem = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
-        path = _OUTPUTS / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):
+        path = absolute(_OUTPUTS) / (stem if number == 1 else f"{stem}-{number}")
+        try:
             path.mkdir(parents=True)
-            break
-    return path
-
-
-def _merged(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:
-    """Return all keys. Raise UserError if one is given by an argument and by ``keys``."""
-    flat = {
-        f"{key}.{name}": value
-        for key, section in given.items()
-        if isinstance(section, Mapping)
-        for name, value in cast(Mapping[str, Any], section).items()
-    }
-    for key, value in (*flat.items(), *given.items()):
-        if key not in own:
+            return path
+        except FileExistsError:
             continue
-        raise UserError(
-            key,
-            value,
-            rule="another argument sets this key too",
-            remedy="Leave one of them out.",
-        )
-    if Path(os.path.expanduser(given.get(_FOLDER, folder))) != folder:
-        raise UserError(
-            _FOLDER, given[_FOLDER], rule="folder names another one", remedy="Leave one out."
-        )
-    return {**given, **own, _FOLDER: str(folder)}
+        except OSError as error:
+            raise unwritable(path, error) from error
+    raise AssertionError("the numbers never end")
+
+
+def _in_folder(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:
+    """Return all keys of a run in ``folder``, which the arguments and ``keys`` may both name."""
+    named = given.get(_FOLDER)
+    if named is not None and absolute(named) != folder:
+        remedy = "Leave one of them out."
+        raise UserError(_FOLDER, named, rule="folder names another one", remedy=remedy)
+    return joined_keys(given, own) | {_FOLDER: str(folder)}
 
 
 def _run(loaded: LoadedConfig[Any], start: Callable[..., int], *, on_step: OnStep | None) -> Run:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,7 +208,7 @@ async def _call(
 
 
 def _values(returned: Any, count: int) -> list[Any]:
-    if not hasattr(returned, "__len__") or isinstance(returned, Mapping | str):
+    if not hasattr(returned, "__len__") or isinstance(returned, Mapping | str | Set):
         text = f"{_shown(returned)}, not one value for each of {count} responses"
         raise TypeError(f"the function returned {text}")
     values = list(returned)

@@ -32,6 +32,8 @@ from tests.fakes.tiny_run import (
 )
 
 ROOT = Path(__file__).parents[2]
+LAST_VALIDATED = "trainer.test_freq=1000"
+"""The frequency by which commands, as the Python API by itself, validate the last step only."""
 KEYS: dict[str, Any] = {
     "data.train_batch_size": 4,
     "data.max_prompt_length": 96,
@@ -40,7 +42,7 @@ KEYS: dict[str, Any] = {
     "actor_rollout_ref.rollout.n": 4,
     "trainer.total_training_steps": 4,
 }
-TWO_PROCESSES = """
+SCRIPT = """
 import asyncio, json, sys
 import tandem
 
@@ -89,7 +91,7 @@ def train(material: Material, folder: Path, **changes: Any) -> tandem.Run:
 def of_command(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     """The metrics of the command line."""
     folder = tmp_path_factory.mktemp("command")
-    ended = run_command(train_arguments(material, folder / "run"), folder=folder)
+    ended = run_command(train_arguments(material, folder / "run", LAST_VALIDATED), folder=folder)
     assert ended.code == 0, ended.stderr
     return repeatable(metrics_of(folder / "run"))
 
@@ -129,6 +131,8 @@ def test_equals_the_command_line(
     assert repeatable(metrics_of(tmp_path)) == of_command
     assert seen == [1, 2, 3, 4] and len(threads) == 1
     run = tandem.load_run(tmp_path)
+    scores = "val-core/openai/gsm8k/acc/mean@1"
+    assert [step for step, _ in run.points[scores]] == [0, 4]
     assert run.steps == 4 and run.model_folder.parent == run.checkpoints[-1]
     scores = [of_command[step]["critic/score/mean"] for step in (1, 2, 3, 4)]
     assert run.metrics["critic/score/mean"] == scores
@@ -150,7 +154,7 @@ def test_two_processes_beside_a_running_loop_equal_the_command_line(
         "folder": str(tmp_path / "python"),
     }
     script = tmp_path / "script.py"
-    script.write_text(TWO_PROCESSES)
+    script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(arguments)],
         capture_output=True,
@@ -160,11 +164,30 @@ def test_two_processes_beside_a_running_loop_equal_the_command_line(
     )
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.splitlines()[-1]) / "model.safetensors").exists()
-    overrides = [f"{key}={value}" for key, value in devices.items()]
+    overrides = [LAST_VALIDATED, *(f"{key}={value}" for key, value in devices.items())]
     ended = run_command(train_arguments(material, tmp_path / "run", *overrides), folder=tmp_path)
     assert ended.code == 0, ended.stderr
     ours = repeatable(metrics_of(tmp_path / "python"))
     assert ours == repeatable(metrics_of(tmp_path / "run")) and set(ours) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_script_with_a_closed_output_trains(
+    closed: str, material: Material, tmp_path: Path
+) -> None:
+    arguments = {
+        "model": str(material.policy),
+        "data": short_rows(material.train),
+        "keys": KEYS | {"trainer.total_training_steps": 1},
+        "folder": str(tmp_path / "run"),
+    }
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    shell = ["sh", "-c", f'"$0" "$@" {closed}', sys.executable, script, json.dumps(arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(shell, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert tandem.load_run(tmp_path / "run").steps == 1
 
 
 @pytest.mark.parametrize("call", [lambda function: function(), in_a_loop])
@@ -188,6 +211,16 @@ def test_an_interrupted_run_is_saved_and_continues(
     assert repeatable(metrics_of(tmp_path)) == of_command
 
 
+def test_a_program_may_change_its_directory_while_it_trains(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = train(material, Path("run"), on_step=lambda _: os.chdir(tmp_path / "elsewhere"))
+    assert run.folder == tmp_path / "run" and run.steps == 4 and run.model_folder.is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_the_callback_ends_the_run_by_an_exception(material: Material, tmp_path: Path) -> None:
     def stop(report: tandem.StepMetrics) -> None:
         if report.step == 2:
@@ -208,7 +241,8 @@ def test_the_callback_ends_the_run_by_an_exception(material: Material, tmp_path:
 
 
 def test_supervised_fine_tuning_equals_the_command_line(material: Material, tmp_path: Path) -> None:
-    ended = run_command(sft_arguments(material, tmp_path / "run"), folder=tmp_path)
+    arguments = sft_arguments(material, tmp_path / "run", LAST_VALIDATED)
+    ended = run_command(arguments, folder=tmp_path)
     assert ended.code == 0, ended.stderr
     of_run = repeatable(metrics_of(tmp_path / "run"))
 
@@ -232,6 +266,7 @@ def test_supervised_fine_tuning_equals_the_command_line(material: Material, tmp_
     assert tandem.sft(**given, on_step=stop).steps == 3
     tandem.sft(**given)
     assert repeatable(metrics_of(tmp_path / "python")) == of_run
+    assert [step for step, metrics in of_run.items() if "val/loss" in metrics] == [6]
 
 
 def test_wrong_arguments_are_refused_with_their_names(material: Material, tmp_path: Path) -> None:
@@ -254,6 +289,9 @@ def test_wrong_arguments_are_refused_with_their_names(material: Material, tmp_pa
         "validation": {"validation": 1.5},
         "data": {"data": 3, "validation": 0.5},
         "train": {"data": [{"prompt": lock}]},
+        "data.train_files": {"data": [{"prompt": "2?", "extra_info": "abc"}]},
+        "model": {"model": None},
+        "keys": {"keys": "x=1"},
     }.items():
         with pytest.raises(tandem.UserError) as caught:
             train(material, tmp_path, **changes)

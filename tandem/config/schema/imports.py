@@ -156,12 +156,17 @@ def _unpickle(section: str, path: str) -> Callable[..., Any]:
     try:
         return pickle.loads(Path(path).read_bytes())
     except Exception as error:
+        remedy = "Call tandem.train again, with the same version of Python and where the modules "
+        remedy += "of the function can be imported."
+        if isinstance(error, AttributeError) and "__main__" in str(error):
+            remedy = (
+                "Define in a module what the script itself defines and the function only names."
+            )
         raise UserError(
             f"{section}.path",
             path,
             rule=f"holds no function that can be loaded here: {describe(error)}",
-            remedy="Call tandem.train again, with the same version of Python and where the modules "
-            "of the function can be imported.",
+            remedy=remedy,
         ) from error
 
 

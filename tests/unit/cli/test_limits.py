@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import subprocess
@@ -164,17 +163,3 @@ def test_an_export_that_fails_leaves_nothing(
         assert f"--output='{output}': cannot be written (No space left" in str(caught.value)
     assert output.exists() is not is_new
     assert is_new or not list(output.iterdir())
-
-
-def test_closed_streams_are_opened_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = os.dup(1)
-    try:
-        os.close(1)
-        monkeypatch.setattr(sys, "stdout", None)
-        cli._open_closed_streams()
-        assert isinstance(sys.stdout, io.TextIOBase) and sys.stdout.fileno() == 1
-        sys.stdout.write("nowhere\n")
-        sys.stdout.flush()
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)

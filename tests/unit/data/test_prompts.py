@@ -57,6 +57,29 @@ def test_a_plain_string_is_taken_as_it_is(rows: Rows, write: Write, codec: TextC
     assert entries[4].text.startswith("<|im_start|>user\nWeng")
 
 
+def test_columns_without_a_name_in_the_schema_become_extra_info(
+    rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    plain = {"prompt": "2?", "ground_truth": 2, "level": 3, "extra_info": {"index": 1}}
+    filled = plain | {"reward_model": None, "extra_info": None}  # as in tables with such columns
+    config = settings(write([plain, filled, rows[0] | {"level": 3}], "mixed.jsonl"))
+    for validation in (False, True):
+        entries = load_prompts(config, codec, validation=validation, by_function=True)
+        infos = [entry.extra_info for entry in sorted(entries, key=lambda entry: entry.row)]
+        assert infos == [{"level": 3, "index": 1}, {"level": 3}, rows[0]["extra_info"]]
+        assert entries[1].ground_truth == 2
+
+
+def test_a_prompt_that_ends_with_an_answer_is_warned_of(
+    rows: Rows, write: Write, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows[0]["prompt"] = [*rows[0]["prompt"], {"role": "assistant", "content": "The answer is"}]
+    entry = load_prompts(settings(write(rows)), codec)[0]
+    assert entry.text.endswith("The answer is<|im_end|>\n<|im_start|>assistant\n")
+    (message,) = caplog.messages
+    assert f"1 of {len(rows)} prompts end with a message of the assistant" in message
+
+
 def test_columns_can_have_other_names(rows: Rows, write: Write, codec: TextCodec) -> None:
     renamed = [{"q": row.pop("prompt"), "src": row.pop("data_source"), **row} for row in rows]
     config = settings(write(renamed), prompt_key="q", reward_fn_key="src")

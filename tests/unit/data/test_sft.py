@@ -181,6 +181,26 @@ def test_a_bad_row_is_named(
         load_sft_examples(gsm8k(write(rows, "rows.jsonl")), codec)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "'question'; its columns are prompt, answer. Set data.prompt_key to the column of"),
+        ({"prompt_key": "prompt", "response_key": "reply"}, "'reply'.* Set data.response_key to"),
+        ({"prompt_key": "q"}, "data.multiturn.enable=True for conversations"),
+        (
+            {"multiturn": {"enable": True}},
+            "'messages'; its columns are prompt, answer. Set data.mul",
+        ),
+    ],
+)
+def test_a_column_that_is_missing_is_named_with_those_that_exist(
+    values: dict[str, Any], message: str, write: Write, codec: TextCodec
+) -> None:
+    path = write([{"prompt": "2 + 2?", "answer": "4"}], "rows.jsonl")
+    with pytest.raises(UserError, match=f"row 0 has no .*{message}"):
+        load_sft_examples(settings(path, **values), codec)
+
+
 def test_a_row_that_is_too_long_is_an_error_with_its_length(
     rows: Rows, write: Write, codec: TextCodec
 ) -> None:

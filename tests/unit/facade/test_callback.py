@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import tandem
 from tandem.driver.execution import StopSwitch
-from tandem.facade.callback import CallbackSink, StepMetrics, StopTraining
+from tandem.errors import UserError
+from tandem.facade.callback import CallbackSink, StepMetrics, StopTraining, require_callback
 from tandem.types import StepReport
 
 STEP = {"training/epoch": 0.0}
@@ -44,3 +48,21 @@ def test_an_exception_stops_the_run_and_is_kept(
     assert isinstance(sink.error, kind)
     says_so = "on_step called sys.exit: the run is saved, and the program ends"
     assert caplog.messages == ([says_so] if kind is SystemExit else [])
+
+
+def test_a_callback_that_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None:
+    async def waits(report: StepMetrics) -> None: ...
+
+    wrong: list[tuple[Any, str]] = [
+        (5, "on_step=5: is not a function"),
+        (waits, "is a coroutine function"),
+        (lambda: None, "cannot be called with the metrics of a step"),
+        (lambda report, *, name: None, "cannot be called with the metrics of a step"),
+    ]
+    for train in (tandem.train, tandem.sft):
+        for on_step, message in wrong:
+            with pytest.raises(UserError, match=message):
+                train(model="m", data=[], on_step=on_step, folder=tmp_path)
+    require_callback(print)
+    require_callback([].append)
+    require_callback(None)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -68,3 +70,52 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
         reward_keys([], folder=tmp_path)
     with pytest.raises(UserError, match="'a b': is not a name"):
         reward_keys({"a b": graded}, folder=tmp_path)
+
+
+def test_an_unchanged_function_keeps_its_file_and_a_changed_one_does_not(tmp_path: Path) -> None:
+    def path_of(source: str, file: str) -> str:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(source, file, "exec"), names)
+        return reward_keys(names["f"], folder=tmp_path)[PATH][0]
+
+    first = path_of("def f(response): return 1.0\n", "/tmp/ipykernel_1/2.py")
+    assert path_of("# first\n\ndef f(response): return 1.0\n", "/tmp/ipykernel_3/4.py") == first
+    assert path_of("def f(response): return 2.0\n", "/tmp/ipykernel_1/2.py") != first
+
+
+def test_an_edited_module_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "edited_reward.py"
+    file.write_text("def f(response): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = import_module("edited_reward").f
+    first = reward_keys(function, folder=tmp_path)
+    assert reward_keys(function, folder=tmp_path) == first and not caplog.messages
+    file.write_text("def f(response): return 2.0\n")
+    assert reward_keys(function, folder=tmp_path) == first
+    (message,) = caplog.messages
+    assert message.startswith(f"{file} has changed since the last start in this folder")
+
+
+def test_a_function_of_a_script_is_stored_whole_in_processes_of_multiprocessing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ModuleType("__mp_main__")
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    exec("def g(): return 2.0\ndef f(response): return g()\n", vars(program))
+    file = reward_keys(vars(program)["f"], folder=tmp_path)[PATH][0].rpartition(":")[0]
+    code = f"import pickle; print(pickle.load(open({file!r}, 'rb'))(response='abc'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2.0\n"
+
+
+def test_a_function_with_a_cache_belongs_in_a_module(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    source = (
+        "import functools\n@functools.cache\ndef g(x): return x\ndef f(response): return g(1.0)"
+    )
+    exec(source, names)
+    with pytest.raises(UserError, match=r"rewards\['f'\]: it uses g, which .*lru_cache") as caught:
+        reward_keys(names["f"], folder=tmp_path)
+    assert "Define g in a module that the script imports" in caught.value.remedy

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.data.files import read_rows
 from tandem.errors import UserError
-from tandem.facade.rows import completed, write_data
+from tandem.facade.rows import write_data
 
 
 def rows(number: int) -> list[dict[str, Any]]:
@@ -22,31 +22,24 @@ def rows(number: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_columns_without_a_name_in_the_schema_become_extra_info() -> None:
-    row = completed({"prompt": "2?", "ground_truth": 2, "level": 3, "extra_info": {"index": 1}})
-    assert row["extra_info"] == {"level": 3, "index": 1} and row["ground_truth"] == 2
-    full = {"prompt": "2?", "reward_model": {"ground_truth": 2}, "level": 3}
-    assert completed(full) == full
-
-
 def test_a_share_is_drawn_alike_every_time_and_kept_apart(tmp_path: Path) -> None:
-    first = write_data(rows(10), 0.2, folder=tmp_path, completes=True)
-    assert write_data(iter(rows(10)), 0.2, folder=tmp_path, completes=True) == first
+    first = write_data(rows(10), 0.2, folder=tmp_path)
+    assert write_data(iter(rows(10)), 0.2, folder=tmp_path) == first
     train, validation = (read_rows(files) for files in first)
     assert len(train) == 8 and len(validation) == 2
     assert {row["prompt"] for row in train + validation} == {f"{n}?" for n in range(10)}
-    assert all(row["extra_info"]["level"] == [row["ground_truth"]] for row in train)
+    assert all(row["level"] == [row["ground_truth"]] for row in train)
 
 
 def test_other_rows_are_another_file_and_paths_stay_as_they_are(tmp_path: Path) -> None:
-    (one,), none = write_data(rows(3), None, folder=tmp_path, completes=True)
-    (other,), _ = write_data(rows(4), None, folder=tmp_path, completes=True)
+    (one,), none = write_data(rows(3), None, folder=tmp_path)
+    (other,), _ = write_data(rows(4), None, folder=tmp_path)
     assert one != other and none == []
-    assert write_data(Path(one), [one, other], folder=tmp_path, completes=True) == (
+    assert write_data(Path(one), [one, other], folder=tmp_path) == (
         [one],
         [one, other],
     )
-    held_out = write_data([one, other], 0.5, folder=tmp_path, completes=True)
+    held_out = write_data([one, other], 0.5, folder=tmp_path)
     assert [len(read_rows(files)) for files in held_out] == [3, 4]
 
 
@@ -64,4 +57,4 @@ def test_what_is_not_rows_is_named(
     data: Any, share: float | None, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        write_data(data, share, folder=tmp_path, completes=True)
+        write_data(data, share, folder=tmp_path)

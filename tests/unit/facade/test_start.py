@@ -14,7 +14,7 @@ import tandem
 from tandem.algorithms.advantages import ADVANTAGES
 from tandem.algorithms.losses import POLICY_LOSSES
 from tandem.errors import UserError
-from tandem.facade.start import claim_folder
+from tandem.facade.start import claim_folder, data_keys
 from tandem.metrics.sinks import LOGGERS
 from tandem.rewards.routing import RULES
 
@@ -44,14 +44,32 @@ def test_runs_that_start_together_have_folders_of_their_own(
     monkeypatch.chdir(tmp_path)
     folders = [claim_folder("train", {}, folder=None) for _ in range(3)]
     assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
-    assert claim_folder("train", {}, folder="mine") == Path("mine")
+    assert all(folder.is_absolute() for folder in folders)
+    assert claim_folder("train", {}, folder="mine") == tmp_path / "mine"
 
 
-def test_a_key_of_a_section_may_not_be_an_argument_too(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.train_files='x': another argument sets this key too"):
-        tandem.train(
-            model="none",
-            data="rows.jsonl",
-            keys={"data": {"train_files": "x"}},
-            folder=tmp_path,
-        )
+@pytest.mark.parametrize(
+    ("held_out", "given", "frequency"),
+    [
+        (["v.jsonl"], {}, 1_000_000_000),
+        ([], {}, None),
+        (["v.jsonl"], {"trainer.test_freq": -1}, None),
+        (["v.jsonl"], {"trainer.val_only": True}, None),
+    ],
+)
+def test_rows_to_validate_on_are_used_after_the_last_step(
+    held_out: list[str], given: dict[str, Any], frequency: int | None
+) -> None:
+    keys = data_keys(["t.jsonl"], held_out, given=given)
+    assert keys["data.val_files"] == held_out
+    assert keys.get("trainer.test_freq") == frequency
+
+
+@pytest.mark.parametrize("train", [tandem.train, tandem.sft])
+def test_a_file_is_no_folder_and_a_model_has_a_name(train: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "2?"}]
+    with pytest.raises(UserError, match=f"folder='{__file__}': cannot be written"):
+        train(model="m", data=rows, folder=__file__)
+    with pytest.raises(UserError, match="model=None: is neither a path nor a name"):
+        train(model=None, data=rows, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -97,6 +97,9 @@ def test_a_pickled_function_needs_no_name(tmp_path: Path):
     file.write_bytes(b"nothing")
     with pytest.raises(UserError, match="holds no function that can be loaded here"):
         load_function(RewardFunction(str(file), "length"))
+    file.write_bytes(b"c__main__\nof_the_script\n.")
+    with pytest.raises(UserError, match="Define in a module what the script itself defines"):
+        load_function(RewardFunction(str(file), "length"))
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,9 @@ def uneven(data_sources, solution_strs, ground_truths, extra_infos):
 def alone(data_sources, solution_strs, ground_truths, extra_infos):
     return 1.0
 
+def unordered(solution_strs, **_):
+    return set(range(len(solution_strs)))
+
 def score(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 
@@ -192,6 +195,7 @@ def test_none_of_a_function_of_trl_does_not_count(reward_file: str):
     ("name", "detail"),
     [
         ("uneven", "returned 1 values for 2 responses"),
+        ("unordered", "returned {0, 1} (set), not one value for each of 2 responses"),
         ("alone", "returned 1.0 (float), not one value for each of 2 responses"),
     ],
 )
