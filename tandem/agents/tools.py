@@ -403,8 +403,9 @@ def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, A
 async def guard(work: Awaitable[Any]) -> Any:
     """Await code of the user, and let an error of any kind be an ``Exception``.
 
-    An exit, a panic of a library in Rust, or a cancellation that nobody has asked for would
-    otherwise end this process, or leave a call without an answer.
+    An exit, an interrupt (this process has no terminal), a panic of a library in Rust, or a
+    cancellation that nobody has asked for would otherwise end this process, or leave a call without
+    an answer.
     """
     try:
         return await work
@@ -413,7 +414,7 @@ async def guard(work: Awaitable[Any]) -> Any:
         if task is not None and task.cancelling():
             raise
         raise _as_exception(error) from error
-    except (Exception, KeyboardInterrupt):
+    except Exception:
         raise
     except BaseException as error:
         raise _as_exception(error) from error
@@ -447,8 +448,7 @@ async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> An
             result = function()
         except BaseException as error:
             # A future takes no StopIteration, and a CancelledError would seem to be our own.
-            is_kept = isinstance(error, (Exception, KeyboardInterrupt))
-            is_kept = is_kept and not isinstance(error, StopIteration)
+            is_kept = isinstance(error, Exception) and not isinstance(error, StopIteration)
             failure = error if is_kept else _as_exception(error)
         loop.call_soon_threadsafe(put, result, failure)
 

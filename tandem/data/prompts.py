@@ -42,7 +42,7 @@ LARGE_ROWS = 20_000
 
 NO_SOURCE = "custom"
 """The data source of rows without one."""
-_NAMED_COLUMNS = ("prompt", "data_source", "ground_truth", "reward_model", "extra_info")
+_NAMED_COLUMNS = ("ground_truth", "reward_model", "extra_info")
 _COLUMNS_PAGE = "docs/data.md lists the columns, with a converter of ten lines."
 
 
@@ -316,9 +316,9 @@ def _truth_of(row: Row) -> Any:
 def _extra_info_of(row: Row, config: DataConfig) -> Row:
     """Return ``extra_info``, with all columns of a row that is not of verl's schema."""
     given = row.get("extra_info") or {}
-    if row.get("reward_model") is not None:
+    if row.get("reward_model"):
         return given
-    named = {config.image_key, *_NAMED_COLUMNS}
+    named = {config.prompt_key, config.reward_fn_key, config.image_key, *_NAMED_COLUMNS}
     others = {name: value for name, value in row.items() if name not in named}
     return others | given if others else given
 

@@ -13,7 +13,7 @@ import functools
 import io
 from hashlib import sha256
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import cloudpickle
 
@@ -23,6 +23,7 @@ _PROTOCOL = 5
 _CACHED = type(functools.cache(len))
 _PLACES = ("__module__", "__firstlineno__", "__static_attributes__", "_cloudpickle_submodules")
 """The attributes of functions and classes that tell where they stand, or have a random order."""
+_PARAMETERS = (TypeVar, ParamSpec, TypeVarTuple)
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
@@ -36,22 +37,39 @@ def identity_of(value: Any) -> tuple[str, bool]:
     Raises:
         CachedInScript: the value needs a cached function of the program itself.
     """
+    return _identity_within(value, ())
+
+
+def _identity_within(value: Any, outer: tuple[Any, ...]) -> tuple[str, bool]:
     content = io.BytesIO()
-    pickler = _IdentityPickler(content, protocol=_PROTOCOL)
+    pickler = _IdentityPickler(content, (*outer, value))
     pickler.dump(value)
     return sha256(content.getvalue()).hexdigest(), pickler.holds_code
 
 
 class _IdentityPickler(cloudpickle.Pickler):
-    """A pickler whose result is compared only, and never loaded."""
+    """A pickler whose result is compared only, and never loaded.
+
+    ``outer`` are the values that are being pickled, each an element of a set in the one before.
+    """
 
     holds_code = False
+
+    def __init__(self, file: io.BytesIO, outer: tuple[Any, ...]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self._outer = outer
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the elements of a set in an order of their own; None for all other values."""
         if type(obj) is set or type(obj) is frozenset:
-            return type(obj).__name__, tuple(sorted(map(_element, obj)))
+            return type(obj).__name__, tuple(sorted(map(self._element, obj)))
         return None
+
+    def _element(self, value: Any) -> str:
+        if type(value) in _PLAIN:
+            return repr(value)
+        depth = next((i for i, one in enumerate(self._outer) if one is value), None)
+        return _identity_within(value, self._outer)[0] if depth is None else f"outer {depth}"
 
     def reducer_override(self, obj: Any) -> Any:
         """Return what counts of code, functions and classes that are stored whole."""
@@ -60,6 +78,8 @@ class _IdentityPickler(cloudpickle.Pickler):
             return _identity, _parts_of(obj)
         if isinstance(obj, _CACHED) and getattr(obj, "__module__", None) in MAIN_MODULES:
             raise CachedInScript(getattr(obj, "__qualname__", "a function"))
+        if isinstance(obj, _PARAMETERS):
+            return _identity, (type(obj).__name__, obj.__name__, getattr(obj, "__bound__", None))
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented or len(reduced) == 2:  # a name, or a type of Python's own
             return reduced
@@ -85,8 +105,6 @@ def _parts_of(code: CodeType) -> tuple[Any, ...]:
 
 
 def _without_places(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name not in _PLACES}
-
-
-def _element(value: Any) -> str:
-    return repr(value) if type(value) in _PLAIN else identity_of(value)[0]
+    """Return attributes without places, and without the text that ``dataclass`` makes of them."""
+    left_out = (*_PLACES, "__doc__") if "__dataclass_fields__" in attributes else _PLACES
+    return {name: value for name, value in attributes.items() if name not in left_out}

@@ -102,5 +102,11 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
-    """Return a path that means the same in every working directory, with ``~`` expanded."""
+    """Return a path that means the same in every working directory, with ``~`` expanded.
+
+    Raises:
+        UserError: it is no path.
+    """
+    if not isinstance(folder, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError("folder", folder, rule="is not a path", remedy="Give a str or a Path.")
     return Path(os.path.abspath(os.path.expanduser(folder)))

@@ -33,6 +33,7 @@ class FirstAttempts:
     def __init__(self) -> None:
         self._has_worked = False
         self._num_failures = 0
+        self._last_failure = ""
         self._lines: dict[str, dict[object, None]] = {}
         self._num_places: dict[str, int | None] = {}
         self._awaited: set[object] = set()
@@ -48,7 +49,8 @@ class FirstAttempts:
                 None, no attempt waits.
 
         Raises:
-            RunFailure: by the conclusion: this attempt and all before have failed.
+            RunFailure: by the conclusion, or where an attempt is given up: all have failed that the
+                run was waiting for.
         """
         own = object()
         self._num_places[line] = num_places
@@ -64,22 +66,32 @@ class FirstAttempts:
 
         try:
             yield conclude
-        finally:
+        except BaseException:
             leave()
+            raise
+        was_awaited = own in self._awaited
+        leave()
+        if was_awaited:
+            self._judge()
 
     def _count(self, failure: str) -> None:
         self._has_worked = self._has_worked or not failure
         if self._has_worked:
             return
         self._num_failures += 1
+        self._last_failure = failure
         if self._num_failures == MAX_FIRST_FAILURES:
             self._awaited = {
                 attempt
                 for name, line in self._lines.items()
                 for attempt in islice(line, self._num_places[name])
             }
-        if self._num_failures >= MAX_FIRST_FAILURES and not self._awaited:
-            raise RunFailure(
-                f"the first {self._num_failures} steps of environments and agents have failed; the "
-                f"last: {failure}"
-            )
+        self._judge()
+
+    def _judge(self) -> None:
+        if self._has_worked or self._num_failures < MAX_FIRST_FAILURES or self._awaited:
+            return
+        raise RunFailure(
+            f"the first {self._num_failures} steps of environments and agents have failed; the "
+            f"last: {self._last_failure}"
+        )

@@ -130,10 +130,11 @@ def test_a_decorated_coroutine_is_awaited_and_a_generator_is_a_failure(
 def test_an_error_that_is_no_exception_fails_its_call_at_once_and_alone(
     odd_functions: EnvironmentSetup, name: str
 ) -> None:
-    """Exits, panics, and cancellations that nobody has asked for."""
+    """Exits, interrupts, panics, and cancellations that nobody has asked for."""
     causes = {
         "cancel": "CancelledError",
         "exit": "SystemExit: bad input",
+        "interrupt": "KeyboardInterrupt",
         "stop": "StopIteration",
         "panic": "PanicException: index out of bounds",
     }
@@ -152,12 +153,3 @@ def test_an_error_that_is_no_exception_fails_its_call_at_once_and_alone(
     for cause, seen in zip(causes.values(), failed, strict=True):
         assert seen.statuses == (ToolStatus.FAILED,) and cause in seen.detail, seen
     assert texts(beside) == ["slept 1.0"], "the process lives"
-
-
-@pytest.mark.parametrize("name", ["leave", "leave_loop"])
-def test_an_interrupt_of_a_tool_ends_its_process(
-    odd_functions: EnvironmentSetup, name: str
-) -> None:
-    (seen,) = play(odd_functions, turn((name, {"how": "interrupt"})))
-    assert seen.statuses == (ToolStatus.FAILED,)
-    assert seen.detail == "process ended with exit code 130"

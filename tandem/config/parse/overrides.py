@@ -58,6 +58,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 Tree = dict[str, Any]
 _COMMAND_LINE = Assignment("", None).source
+_KEYS = "keys"
 _NULL, _OTHER_DEFAULT, _READ_DEFAULT, _GIVEN = range(4)
 """The precedence of the values of two spellings in one place, the lowest first."""
 
@@ -162,7 +163,7 @@ def _given(values: Mapping[str, Any]) -> Iterator[Assignment]:
             plain: Any = str(value)
         else:
             plain = value.tolist() if hasattr(value, "tolist") else value
-        yield Assignment(name.lstrip("+"), plain, mode, "keys")
+        yield Assignment(name.lstrip("+"), plain, mode, _KEYS)
 
 
 class _Written:
@@ -255,6 +256,8 @@ class _Written:
                 )
 
     def _add_section(self, name: str, assignment: Assignment) -> None:
+        if assignment.value is None:
+            return  # nothing is given in the section
         if chooses_built_option(name, assignment.value) or self._refers_to(name, assignment.value):
             return
         if not isinstance(assignment.value, Mapping):
@@ -323,10 +326,12 @@ class _Written:
         """Return how much a value says beside that of another spelling.
 
         verl's configurations have both spellings of some keys with different defaults, of which
-        each of its engines reads one.
+        each of its engines reads one. What a user writes on the command line is no default.
         """
         if assignment.value is None:
             return _NULL
+        if assignment.source in (_COMMAND_LINE, _KEYS):
+            return _GIVEN
         _, dot, part = assignment.name.rpartition(".lora.")
         is_megatrons = bool(dot)
         default = LORA_OF_MEGATRON.get(part) if dot else LORA.get(assignment.name.split(".")[-1])

@@ -68,4 +68,6 @@ def is_unset_by_null(name: str) -> bool:
     """Return whether null means in verl's configurations that the key is not given."""
     section, _, last = name.rpartition(".")
     is_of_optimizer = section.endswith("optim") and last in _UNSET_BY_NULL_IN_OPTIM
-    return is_of_optimizer or name.startswith("reward_model.") or name in _UNSET_BY_NULL
+    is_precision = last == "dtype" and section.endswith(("fsdp_config", "engine"))
+    is_of_reward = name.startswith("reward_model.") or name in _UNSET_BY_NULL
+    return is_of_optimizer or is_precision or is_of_reward

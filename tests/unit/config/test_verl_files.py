@@ -79,12 +79,33 @@ def test_the_last_null_gives_the_default_back() -> None:
     assert config.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant"
 
 
-def test_two_settings_of_adapters_that_are_no_defaults_may_not_differ() -> None:
-    with pytest.raises(UserError, match=r"lora_rank=8: must not differ from .*lora\.rank=16"):
-        loaded(f"{MODEL}.lora_rank=8", f"{MODEL}.lora.rank=16")
-    assert loaded(f"{MODEL}.lora_rank=0", f"{MODEL}.lora.rank=16").config == (
-        loaded(f"{MODEL}.lora_rank=16").config
-    )
+@pytest.mark.parametrize("rank", [8, 0])
+def test_two_settings_of_adapters_on_the_command_line_may_not_differ(rank: int) -> None:
+    message = rf"lora_rank={rank}: must not differ from .*lora\.rank=16"
+    with pytest.raises(UserError, match=message):
+        loaded(f"{MODEL}.lora_rank={rank}", f"{MODEL}.lora.rank=16")
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 16), (8, None)])
+def test_a_default_in_a_file_yields_to_the_other_setting(
+    rank: int, expected: int | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.yaml"
+    model = f"model: {{lora_rank: {rank}, lora: {{rank: 16}}}}"
+    file.write_text(f"actor_rollout_ref: {{{model}}}")
+    if expected is None:
+        with pytest.raises(UserError, match="must not differ"):
+            loaded(str(file))
+    else:
+        assert loaded(str(file)).config.actor_rollout_ref.model.lora_rank == expected
+        last = loaded(str(file), f"{MODEL}.lora_rank=0").config
+        assert last.actor_rollout_ref.model.lora_rank == 0
+
+
+def test_an_empty_section_gives_nothing() -> None:
+    fsdp = f"{ACTOR}.fsdp_config"
+    for words in (f"{fsdp}.mixed_precision=null", f"{fsdp}.mixed_precision.param_dtype=null"):
+        assert loaded(words).config == RunConfig()
 
 
 @pytest.mark.parametrize(("name", "alpha"), [("ppo_trainer", 16), ("ppo_megatron_trainer", 32)])

@@ -62,12 +62,20 @@ def test_columns_without_a_name_in_the_schema_become_extra_info(
 ) -> None:
     plain = {"prompt": "2?", "ground_truth": 2, "level": 3, "extra_info": {"index": 1}}
     filled = plain | {"reward_model": None, "extra_info": None}  # as in tables with such columns
-    config = settings(write([plain, filled, rows[0] | {"level": 3}], "mixed.jsonl"))
+    rows[0] |= {"level": 3}
+    config = settings(write([plain, filled, rows[0]], "mixed.jsonl"))
     for validation in (False, True):
         entries = load_prompts(config, codec, validation=validation, by_function=True)
         infos = [entry.extra_info for entry in sorted(entries, key=lambda entry: entry.row)]
         assert infos == [{"level": 3, "index": 1}, {"level": 3}, rows[0]["extra_info"]]
         assert entries[1].ground_truth == 2
+
+
+def test_columns_of_other_names_become_extra_info_too(write: Write, codec: TextCodec) -> None:
+    row = {"question": "2?", "prompt": "hard", "src": "mine", "data_source": 5, "reward_model": {}}
+    config = settings(write([row], "other.jsonl"), prompt_key="question", reward_fn_key="src")
+    (entry,) = load_prompts(config, codec, by_function=True)
+    assert entry.extra_info == {"prompt": "hard", "data_source": 5}
 
 
 def test_a_prompt_that_ends_with_an_answer_is_warned_of(

@@ -14,7 +14,7 @@ from tandem.facade.identity import CachedInScript, identity_of
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
-import dataclasses, enum, os.path
+import dataclasses, enum, os.path, typing
 from tandem.facade.identity import identity_of
 
 UNITS = {"kg", "m", "s", "apples", "pears", ("a", 1), frozenset({"x", "y", "z"})}
@@ -26,13 +26,33 @@ class Rule:
     def holds(self, text):
         return text in {"one", "two", "three", "four"} or len(text) < self.limit
 
+@dataclasses.dataclass
+class Cleaner:
+    clean: typing.Callable = lambda text: text.strip()
+    marks: frozenset = frozenset({"!", "?", "."})
+
+T = typing.TypeVar("T")
+
+class Box(typing.Generic[T]):
+    def put(self, value: T) -> T:
+        return value
+
+CHECKS = set()
+
+def check(function):
+    CHECKS.add(function)
+    return function
+
 class Kind(enum.Enum):
     LONG = 1
 
 def deep(text, depth=2):
     return deep(text, depth - 1) if depth else text  # recursive
 
+@check
 def reward(response, extra=frozenset(UNITS)):
+    if len(CHECKS) > 1:
+        response = Box().put(Cleaner().clean(response))
     known = Kind.LONG.value * (response in UNITS)
     return known + Rule().holds(deep(os.path.basename(response)))
 print(*identity_of(reward))
@@ -66,6 +86,8 @@ def test_an_unchanged_script_has_the_same_digest_in_every_process_and_file(tmp_p
         ("LONG = 1", "LONG = 2"),
         ('"four"', '"five"'),
         ("os.path.basename", "os.path.dirname"),
+        ("text.strip()", "text.lower()"),
+        ("return function", "return print"),
     ],
 )
 def test_a_function_with_other_code_or_globals_has_another_digest(

@@ -73,3 +73,6 @@ def test_a_file_is_no_folder_and_a_model_has_a_name(train: Any, tmp_path: Path) 
     with pytest.raises(UserError, match="model=None: is neither a path nor a name"):
         train(model=None, data=rows, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    for folder in (5, b"run"):
+        with pytest.raises(UserError, match="folder=.*: is not a path"):
+            train(model="m", data=rows, folder=folder)

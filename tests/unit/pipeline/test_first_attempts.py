@@ -57,10 +57,15 @@ def test_a_run_ends_when_those_that_were_under_way_have_failed_too() -> None:
 
 def test_an_attempt_that_is_given_up_is_not_waited_for() -> None:
     attempts = FirstAttempts()
-    with attempts.begin():
+    with pytest.raises(RunFailure, match=ENDS.format(9)), attempts.begin():
+        assert fail(attempts, 9) == 9
+
+
+def test_what_ends_an_attempt_is_not_hidden_by_the_end_of_the_run() -> None:
+    attempts = FirstAttempts()
+    with pytest.raises(KeyError), attempts.begin():
         fail(attempts, 9)
-    with pytest.raises(RunFailure, match=ENDS.format(10)):
-        fail(attempts)
+        raise KeyError
 
 
 def test_attempts_that_wait_for_a_place_are_not_waited_for() -> None:
