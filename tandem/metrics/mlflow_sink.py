@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import UserError
+from tandem.metrics.recorded_config import read_recorded_config
 from tandem.types import StepReport
 
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
@@ -32,8 +32,7 @@ class MlflowSink:
         import mlflow  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
         self._mlflow: Any = mlflow
-        path = run_folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        config = read_recorded_config(run_folder)
         try:
             self._client = mlflow.MlflowClient()
             found = self._client.get_experiment_by_name(project)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tandem.errors import UserError
+from tandem.metrics.recorded_config import read_recorded_config
 from tandem.types import StepReport
 
 
@@ -21,8 +21,7 @@ class SwanlabSink:
         """
         import swanlab  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
-        path = run_folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        config = read_recorded_config(run_folder)
         try:
             self._run = swanlab.init(
                 project=project, experiment_name=experiment, logdir=str(run_folder), config=config

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tandem.errors import UserError
+from tandem.metrics.recorded_config import read_recorded_config
 from tandem.types import StepReport
 
 STEP_METRIC = "training/global_step"
@@ -25,8 +25,7 @@ class WandbSink:
         import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
         self._error = wandb.Error
-        path = run_folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        config = read_recorded_config(run_folder)
         try:
             self._run = wandb.init(
                 project=project, name=experiment, dir=str(run_folder), config=config

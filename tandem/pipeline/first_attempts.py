@@ -15,7 +15,7 @@ from itertools import islice
 from tandem.errors import RunFailure
 
 MAX_FIRST_FAILURES = 8
-"""The number of attempts, the first of a run, after whose failures the others are judged."""
+"""After so many failures and no success, the run waits only for attempts that run at that time."""
 
 
 class FirstAttempts:

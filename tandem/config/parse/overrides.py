@@ -211,11 +211,11 @@ class _Written:
             name = STRATEGY
         is_mapping = isinstance(assignment.value, Mapping)
         is_value = name in keys_of(self._schema) and not is_mapping
-        is_sections = is_section(self._schema, name) or (
+        names_section = is_section(self._schema, name) or (
             # verl has a section where its earlier versions have a key.
             is_mapping and any(one.startswith(f"{assignment.name}.") for one in self._spellings)
         )
-        if is_sections and assignment.mode is not Mode.RESET and not is_value:
+        if names_section and assignment.mode is not Mode.RESET and not is_value:
             self._add_section(name, assignment)
         elif not is_section(self._schema, name) and find_key(self._schema, name) is None:
             self._add_unknown(assignment)
@@ -275,7 +275,7 @@ class _Written:
     def _refers_to(self, name: str, value: Any) -> bool:
         """Return whether a value is an interpolation of ``name`` itself by another spelling.
 
-        verl's configurations write so what has two places.
+        verl's configurations give a value that has two places in this way.
         """
         if not (isinstance(value, str) and value.startswith("${") and value.endswith("}")):
             return False

@@ -156,12 +156,13 @@ def _unpickle(section: str, path: str) -> Callable[..., Any]:
     try:
         return pickle.loads(Path(path).read_bytes())
     except Exception as error:
-        remedy = "Call tandem.train again, with the same version of Python and where the modules "
-        remedy += "of the function can be imported."
-        if isinstance(error, AttributeError) and "__main__" in str(error):
-            remedy = (
-                "Define in a module what the script itself defines and the function only names."
-            )
+        is_of_script = isinstance(error, AttributeError) and "__main__" in str(error)
+        remedy = (
+            "Define in a module what the script itself defines and the function only names."
+            if is_of_script
+            else "Call tandem.train again, with the same version of Python and where the modules "
+            "of the function can be imported."
+        )
         raise UserError(
             f"{section}.path",
             path,
