@@ -43,6 +43,7 @@ from tandem.types import HeldSlice
 from tandem.weight_sync.handshake import LinkPlace, LinkSettings, LinkTensors
 from tandem.weight_sync.link import open_link
 
+MODELS = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"]
 MEBIBYTE = 1 << 20
 TIMEOUT_S = 120.0
 BROADCAST_BYTES = 512 * MEBIBYTE
@@ -169,6 +170,7 @@ def _member(model: str, job: Job, *, rank: int, device: torch.device) -> Member:
         layout = RankLayout(job.trainers, 1, 1, num_shards=job.trainers)
         held = regions_of_rank(config, layout, rank=rank, dtype=torch.float32)
         for name, regions in _sent(held, config).items():
+            assert regions, f"{name} has fewer rows than there are trainers"
             rows = sum(region.size[0] for region in regions)
             shards[name] = torch.randn(rows, *regions[0].size[1:], device=device)
             sends += slices_of_rows(regions, shards[name])
@@ -317,7 +319,7 @@ def _median(function: Callable[[], object], *, repeats: int) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time weight transport.")
-    parser.add_argument("--model", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--model", nargs="+", default=MODELS, choices=SHAPES)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--receivers", type=int, help="with --split; else they are the trainers")
     parser.add_argument("--split", action="store_true", help="receivers have their own devices")
