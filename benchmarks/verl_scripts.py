@@ -31,7 +31,7 @@ from typing import Any
 
 from measure import tell
 
-from tandem.cli.entries import spelled_out
+from tandem.cli.entries import OTHER_MODULES, spelled_out
 from tandem.cli.plan import parse
 from tandem.errors import UserError
 
@@ -47,6 +47,7 @@ STUB = """#!/bin/bash
 LAUNCH_OPTION = re.compile(r"--?([\w-]+)=(.*)")
 LIMIT_S = 8
 IN_SCOPE = "in scope"
+APART = "fully asynchronous, one step off"
 TRAINER = re.compile(r"(main(?!_generation|_eval)_\w+|_main|trainer)$")
 PPO = re.compile(r"(verl\.trainer\.main_ppo|(recipe\.)?dapo\.(src\.)?main_dapo)")
 SUBJECTS = {
@@ -77,6 +78,8 @@ class Command:
     @property
     def subject(self) -> str:
         """The subject: in scope, or the first capability that it asks for."""
+        if self.module in OTHER_MODULES:
+            return APART
         if not self.is_supervised and not PPO.fullmatch(self.module):
             return "other trainer"
         text = " ".join(self.arguments).lower()
@@ -86,7 +89,8 @@ class Command:
     @property
     def planned(self) -> list[str]:
         """The arguments of ``tandem plan``."""
-        entry = self.module.rpartition(".")[2] if self.is_supervised else "main_ppo"
+        name = self.module.rpartition(".")[2] if self.is_supervised else "main_ppo"
+        entry = OTHER_MODULES.get(self.module, name)
         words = [*self.arguments]
         if self.is_supervised and not any("n_gpus_per_node" in word for word in words):
             devices = self.launcher.get("nproc_per_node", "8")

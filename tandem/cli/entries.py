@@ -28,12 +28,22 @@ class Entry:
 ENTRIES: Mapping[str, Entry] = MappingProxyType(
     {
         "main_ppo": Entry("train", "ppo_trainer"),
+        "fully_async_main": Entry("train", "fully_async_ppo_trainer"),
+        "one_step_off_main": Entry("train", "one_step_off_ppo_trainer"),
         "fsdp_sft_trainer": Entry("sft", "sft_trainer"),
         "sft_trainer": Entry("sft", "sft_trainer_engine"),
     }
 )
 
 
+OTHER_MODULES = {
+    f"{package}.fully_async_policy.fully_async_main": "fully_async_main"
+    for package in ("verl.experimental", "recipe")
+} | {
+    f"{package}.one_step_off_policy.main_ppo": "one_step_off_main"
+    for package in ("verl.experimental", "recipe")
+}
+"""The modules of verl that are not in ``verl.trainer``, and their names here."""
 _STARTERS = ("python", "python3", "torchrun", "uv")
 """The programs that start a module."""
 _PLACES = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
@@ -69,8 +79,11 @@ def _without_starter(words: Sequence[str]) -> list[str]:
     if start is None or "-m" not in words[start:]:
         return list(words)
     place = words.index("-m", start)
-    package, _, name = "".join(words[place + 1 : place + 2]).rpartition(".")
-    if package not in ("verl.trainer", "tandem.trainer") or name not in ENTRIES:
+    module = "".join(words[place + 1 : place + 2])
+    package, _, name = module.rpartition(".")
+    name = OTHER_MODULES.get(module, name)
+    is_known = module in OTHER_MODULES or package in ("verl.trainer", "tandem.trainer")
+    if not is_known or name not in ENTRIES:
         return list(words)
     given = _options(words[start + 1 : place])
     keys = [

@@ -5,8 +5,8 @@ Batches are formed here and nowhere else. The admission gate bounds the number o
 takes the complete groups that were drawn first. It may pass over a group that is still being
 generated, so that a straggler delays its group and not the batch, but only if every group left
 behind can still be trained on in time: a group admitted under version v must be trained on by
-version v + max_lag at the latest. With ``(max_lag + 1) * batch_size`` admission slots such a batch
-always exists once enough groups are complete.
+version v + max_lag at the latest. With at most ``(max_lag + 1) * batch_size`` admission slots such
+a batch always exists once enough groups are complete.
 """
 
 from __future__ import annotations

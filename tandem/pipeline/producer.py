@@ -247,8 +247,8 @@ class GroupProducer:
         limit = config.algorithm.filter_groups.max_num_gen_batches
         num_dropped = len(self._dropped_uids)
         size = config.data.gen_batch_size or config.data.train_batch_size
-        size *= config.trainer.max_lag + 1  # the number of steps generated at the same time
-        if 0 < limit * size < num_dropped + config.data.train_batch_size:
+        num_steps = config.trainer.batches_ahead + 1  # that are generated at the same time
+        if 0 < limit * size * num_steps < num_dropped + config.data.train_batch_size:
             error = UserError(
                 "algorithm.filter_groups.max_num_gen_batches",
                 limit,

@@ -35,7 +35,7 @@ class RunTasks:
         self._context = context
         self._buffer = buffer
         self.group = group
-        self.gate = AdmissionGate((max_lag + 1) * batch_size, num_steps * batch_size)
+        self.gate = AdmissionGate(config.most_prompts_begun, num_steps * batch_size)
         self.pace = PaceRecorder(
             context.clock,
             num_engines=len(engines.work()),

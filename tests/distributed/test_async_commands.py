@@ -107,6 +107,45 @@ def test_03_nobody_holds_a_reference_that_no_kl_asks_for_though_it_has_a_group(
     assert not list(run.glob("global_step_*"))
 
 
+def test_verls_fully_asynchronous_trainer_begins_a_share_of_a_batch_ahead(
+    material: Material, tmp_path: Path
+) -> None:
+    """Train with ``fully_async_main``: mini-batches of two prompts, two of them between transfers
+    of weights, and a threshold of staleness of half of such a batch.
+    """
+    run = tmp_path / "run"
+    keys = (
+        "algorithm.adv_estimator=grpo",
+        "trainer.device=cpu",
+        "data.train_batch_size=0",
+        "data.gen_batch_size=1",
+        "data.val_files=[]",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.n_gpus_per_node=1",
+        "rollout.n_gpus_per_node=1",
+        "rollout.total_rollout_steps=20",
+        "async_training.staleness_threshold=0.5",
+        "async_training.trigger_parameter_sync_step=2",
+        "async_training.partial_rollout=True",
+        "trainer.total_training_steps=null",
+    )
+    arguments = ["fully_async_main", *train_arguments(material, run, *keys)[1:]]
+    ended = run_command(arguments, folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert "are read as data.train_batch_size=4 trainer.total_training_steps=5" in ended.stderr
+    places = json.loads((run / "placement.json").read_text())
+    assert [place["tasks"] for place in places] == [["actor-train"], ["generate"]]
+    rows = metrics_of(run)
+    assert list(rows) == [1, 2, 3, 4, 5]
+    late = {step: set[int]() for step in rows}
+    for record in read_lines(run / "rollouts.jsonl"):
+        assert record["weights_version"] >= record["step"] - 2
+        if record["weights_version"] < record["step"] - 1:
+            late[record["step"]].add(record["sample_id"] // 4)  # the prompt of four samples
+    assert all(len(prompts) <= 2 for prompts in late.values())
+    assert len(late[2]) == 2  # six prompts are begun before the first step
+
+
 def test_14_validation_without_a_reward_is_refused(material: Material, tmp_path: Path) -> None:
     strange = tmp_path / "strange.jsonl"
     strange.write_text(

@@ -89,6 +89,7 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _batch_errors(config)
     yield from run_device_errors(config)
     yield from _async_errors(config)
+    yield from _round_errors(config)
     yield from _wave_errors(config)
     yield from _replacement_errors(config)
     yield from _token_errors(config)
@@ -112,6 +113,15 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
 def _batch_errors(config: RunConfig) -> Iterator[UserError]:
     actor, critic = config.actor_rollout_ref.actor, config.critic
     batch = config.data.train_batch_size
+    if batch == 0:
+        yield UserError(
+            "data.train_batch_size",
+            batch,
+            rule="only async_training.* gives the batch in its place",
+            remedy="Set data.train_batch_size to 1 or more, or "
+            "async_training.trigger_parameter_sync_step.",
+        )
+        return
     yield from _mini_batch_errors(_ACTOR, actor.ppo_mini_batch_size, batch=batch)
     if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         yield from _mini_batch_errors("critic", critic.ppo_mini_batch_size, batch=batch)
@@ -197,6 +207,18 @@ def _async_errors(config: RunConfig) -> Iterator[UserError]:
         yield from time_sharing_errors(config)
 
 
+def _round_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error if rounds, which are whole batches, shall begin a part of a batch ahead."""
+    trainer = config.trainer
+    if trainer.deterministic_async and trainer.batches_ahead != trainer.max_lag:
+        yield UserError(
+            "trainer.generate_ahead_steps",
+            trainer.generate_ahead_steps,
+            rule="trainer.deterministic_async=True generates whole batches",
+            remedy=f"Set trainer.generate_ahead_steps={trainer.max_lag}.",
+        )
+
+
 def _wave_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield an error if turns shall be drawn in waves while the trainer changes the weights."""
     if config.actor_rollout_ref.rollout.full_determinism and config.trainer.max_lag > 0:
@@ -204,7 +226,7 @@ def _wave_errors(config: RunConfig) -> Iterator[UserError]:
             f"{_ROLLOUT}.full_determinism",
             True,
             rule="steps are generated ahead (trainer.generate_ahead_steps="
-            f"{config.trainer.generate_ahead_steps}), where time decides which weights draw",
+            f"{config.trainer.generate_ahead_steps:g}), where time decides which weights draw",
             remedy="Set trainer.async_pipeline=False, or leave it out.",
         )
 

@@ -28,19 +28,24 @@ _RULES: dict[str, Callable[[Context], str]] = {
     "finite_number": lambda _: "must be a finite number",
     "float_parsing": lambda _: "must be a number",
     "float_type": lambda _: "must be a number",
-    "greater_than": lambda context: f"must be greater than {context['gt']}",
-    "greater_than_equal": lambda context: f"must be at least {context['ge']}",
+    "greater_than": lambda context: f"must be greater than {_plain(context['gt'])}",
+    "greater_than_equal": lambda context: f"must be at least {_plain(context['ge'])}",
     "int_from_float": lambda _: "must be an integer",
     "int_parsing": lambda _: "must be an integer",
     "int_type": lambda _: "must be an integer",
-    "less_than": lambda context: f"must be less than {context['lt']}",
-    "less_than_equal": lambda context: f"must be at most {context['le']}",
+    "less_than": lambda context: f"must be less than {_plain(context['lt'])}",
+    "less_than_equal": lambda context: f"must be at most {_plain(context['le'])}",
     "missing": lambda _: "must be given",
     "string_type": lambda _: "must be text",
     "too_long": lambda context: f"must have {context['max_length']} elements",
     "tuple_type": lambda _: "must be a list like [a,b]",
 }
 """pydantic's type of error -> the rule to show."""
+
+
+def _plain(limit: float) -> float:
+    """Return a limit without the fraction of a whole number."""
+    return int(limit) if float(limit).is_integer() else limit
 
 
 def describe(schema: type[BaseModel], error: ValidationError, *, tree: Context) -> UserError:

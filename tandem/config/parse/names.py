@@ -24,6 +24,13 @@ ALIASES: dict[str, str] = {
         for engine in ("megatron", "mindspeed", "veomni")
     },
     "actor_rollout_ref.async_pipeline": "trainer.async_pipeline",
+    "async_training.partial_rollout": "actor_rollout_ref.rollout.partial_rollout",
+    "async_training.staleness_threshold": "trainer.generate_ahead_steps",
+    "rollout.test_freq": "trainer.test_freq",
+    "rollout.total_epochs": "trainer.total_epochs",
+    "actor_rollout_ref.model.override_config.model_config.max_position_embeddings": (
+        "actor_rollout_ref.model.override_config.max_position_embeddings"
+    ),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
     ),

@@ -39,6 +39,7 @@ from tandem.config.parse.messages import (
     unknown_key,
 )
 from tandem.config.parse.names import ALIASES, chooses_built_option
+from tandem.config.parse.separate import SEPARATE_SECTIONS, with_separate_devices
 from tandem.config.parse.yaml_content import short_cause
 from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
@@ -122,13 +123,17 @@ def load_config(
     _require_built(schema, tree, spellings=written.spellings)
     try:
         config = _build(schema, _read(schema, tree), defaults=written.defaults)
+        own_warnings: tuple[str, ...] = ()
+        if isinstance(config, RunConfig):
+            config, became = with_separate_devices(config)
+            own_warnings = (f"{SEPARATE_SECTIONS} are read as {became}",) if became else ()
     except UserError as error:
         raise _as_written(error, written.spellings) from error
     return LoadedConfig(
         config=config,
         set_keys=dict(written.spellings),
         unknown_keys=tuple(written.unknown),
-        warnings=(*(w for file in files for w in file.warnings), *written.warnings),
+        warnings=(*(w for file in files for w in file.warnings), *written.warnings, *own_warnings),
         verl_defaults=written.defaults,
         unread={
             name: _value_at(tree, name)
@@ -383,8 +388,22 @@ def _require_built(schema: type[BaseModel], tree: Tree, *, spellings: Mapping[st
         if key is None or key.unbuilt is None or value in key.unbuilt.harmless:
             continue
         same = key.unbuilt.same_as
-        if not (same and same in spellings and _value_at(tree, same) == value):
+        is_same = same and same in spellings and _value_at(tree, same) == value
+        if not is_same and not _is_idle(schema, tree, key=key):
             raise not_built(key.unbuilt, spelling, value=value, is_below=name != key.name)
+
+
+def _is_idle(schema: type[BaseModel], tree: Tree, *, key: Key) -> bool:
+    """Return whether another key of its section makes a key that is not built idle."""
+    if key.unbuilt is None or not key.unbuilt.idle_with:
+        return False
+    other, idle = key.unbuilt.idle_with
+    name = f"{key.name.rpartition('.')[0]}.{other}"
+    known = find_key(schema, name)
+    try:
+        return _value_at(tree, name) == idle
+    except (KeyError, TypeError):
+        return known is not None and known.default == idle  # it is not set
 
 
 def _read(schema: type[BaseModel], tree: Tree, *, prefix: str = "") -> Tree:

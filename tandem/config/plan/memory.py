@@ -326,8 +326,7 @@ def wanted_cache(config: RunConfig, sizes: ModelSizes, *, placement: Placement) 
     generate at once.
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    num_begun = data.train_batch_size * (config.trainer.max_lag + 1)
-    prompts = -(-num_begun // placement.layouts["generate"].num_ranks)
+    prompts = -(-config.most_prompts_begun // placement.layouts["generate"].num_ranks)
     running = min(rollout.max_num_seqs, prompts * rollout.n)
     # The dense engine, which serves latent attention, stores a prompt once for each sample.
     prompts = -(-running // rollout.n) if sizes.latent is None else running

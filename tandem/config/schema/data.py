@@ -66,9 +66,9 @@ class DataConfig(Section):
     )
     train_batch_size: int = Field(
         default=1024,
-        ge=1,
+        ge=0,
         description="Number of prompts per training step; the number of sequences is this times "
-        "rollout.n.",
+        "rollout.n. 0: async_training.* gives it.",
     )
     max_prompt_length: int = Field(
         default=512, ge=1, description="Maximum length of a prompt in tokens."

@@ -242,6 +242,21 @@ _ACTOR: Table = {
     "use_prefix_grouper": (False, "samples of one prompt always share it in training"),
     **_all(_PROFILER, {"profiler": {}, "profile": {}}),
 }
+_LENT = "devices that train do not generate beside those that generate"
+_ASYNC_TRAINING: Table = {
+    "use_trainer_do_validate": (False, "the devices that generate validate"),
+    "use_dynamic_resource_scheduling": (False, _LENT),
+    **_all(
+        _LENT,
+        {
+            "dynamic_schedule_policy": "default",
+            "dynamic_schedule_deactivate_ratio": 0.3,
+            "dynamic_schedule_enable_rebalance": True,
+        },
+    ),
+    "concurrent_samples_per_replica": (16, "actor_rollout_ref.rollout.max_num_seqs decides"),
+    "enable_reward_queue": (False, "rewards are always computed beside generation"),
+}
 _ROLLOUT: Table = {
     "mode": ("async", "one pipeline serves both; the lag is trainer.generate_ahead_steps"),
     "calculate_log_probs": (False, "log-probs of sampled tokens are always returned"),
@@ -422,6 +437,7 @@ RUN_IGNORED: Table = {
     "distillation": _only_with("distillation.enabled=True"),
     "skip": _only_with("skip.rollout.enable=True"),
     "trainer.v1": _only_with("an asynchronous trainer.v1.trainer_mode"),
+    **_below("async_training", _ASYNC_TRAINING),
     "transfer_queue": ({}, "micro-batches go straight to the ranks that compute them"),
     **MEGATRON_IGNORED,
     **_off({**UNBUILT_RUN, **MEGATRON_UNBUILT}),

@@ -98,6 +98,10 @@ _OVERRIDES: Table = {
     ),
     **_all(_STAGES, "deallocate_pipeline_outputs"),
     "moe_router_enable_expert_bias": (None, "the family of the model decides"),
+    **_all(
+        "the key of the same name above it decides",
+        "context_parallel_size sequence_parallel tensor_model_parallel_size",
+    ),
 }
 """Keys of ``override_transformer_config`` without effect."""
 

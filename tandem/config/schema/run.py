@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -20,8 +21,10 @@ from tandem.config.schema.ref import RefConfig
 from tandem.config.schema.reward import CustomRewardConfig, RewardConfig
 from tandem.config.schema.reward_model import REWARD_MODEL_FOLLOWS, RewardModelConfig
 from tandem.config.schema.rollout import RolloutConfig
+from tandem.config.schema.separate import AsyncTrainingConfig, SeparateRolloutConfig
 from tandem.config.schema.trainer import RayConfig, TrainerConfig
 
+_ROUNDING = 1e-9
 _FOLLOWS_ACTOR = {
     "log_prob_use_dynamic_bsz": "use_dynamic_bsz",
     "log_prob_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
@@ -139,6 +142,12 @@ class RunConfig(Section):
         default_factory=PoolsConfig, description="Platforms of pools, and transport of weights."
     )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
+    async_training: AsyncTrainingConfig = Field(
+        default_factory=AsyncTrainingConfig, description="verl's keys of a batch."
+    )
+    rollout: SeparateRolloutConfig = Field(
+        default_factory=SeparateRolloutConfig, description="verl's keys of devices that generate."
+    )
     critic: CriticConfig = Field(
         default_factory=CriticConfig,
         description="The critic.",
@@ -158,6 +167,14 @@ class RunConfig(Section):
     def sequences_per_step(self) -> int:
         """``data.train_batch_size * rollout.n``."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
+    def most_prompts_begun(self) -> int:
+        """The number of prompts between their admission to generation and the use of weights that
+        were trained on them: ``1 + trainer.batches_ahead`` batches, rounded down.
+        """
+        batch = self.data.train_batch_size
+        return batch + math.floor(self.trainer.batches_ahead * batch + _ROUNDING)
 
     @property
     def optimizer_steps_per_step(self) -> int:

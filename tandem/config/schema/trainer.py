@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -160,13 +161,14 @@ class TrainerConfig(BaseModel):
         "the same devices.",
         json_schema_extra=read_if(_MAY_LAG),
     )
-    generate_ahead_steps: int = Field(
+    generate_ahead_steps: float = Field(
         default=0,
         ge=0,
         le=1000,
         description="Maximum lag with async_pipeline: the number of weights versions between the "
         "one that sampled a token and the one that is trained on it. 0: on-policy; 1: one step "
-        "off-policy.",
+        "off-policy; 0.5: one step, for at most half of a batch. (verl: "
+        "async_training.staleness_threshold.)",
         json_schema_extra=read_if("async_pipeline=True"),
     )
     deterministic_async: bool = Field(
@@ -225,11 +227,16 @@ class TrainerConfig(BaseModel):
         return Path(os.path.expanduser(self.resume_from_path))
 
     @property
-    def max_lag(self) -> int:
-        """The maximum lag in weights versions: ``generate_ahead_steps`` if ``async_pipeline``, else
-        0.
+    def batches_ahead(self) -> float:
+        """The batches that may be generated ahead: ``generate_ahead_steps`` if ``async_pipeline``,
+        else 0.
         """
         return self.generate_ahead_steps if self.async_pipeline else 0
+
+    @property
+    def max_lag(self) -> int:
+        """The maximum lag in weights versions: ``batches_ahead``, rounded up."""
+        return math.ceil(self.batches_ahead)
 
     @property
     def lockstep(self) -> bool:

@@ -22,12 +22,15 @@ class Unbuilt:
         harmless: the values that do not ask for it; the first one is verl's default.
         remedy: the way to the same aim, if there is one; "" for leaving the key out.
         same_as: a key whose value is harmless here, too; "" for none.
+        idle_with: a key of the same section and its value with which no value asks for the
+            capability; empty for none.
     """
 
     capability: str
     harmless: tuple[Any, ...] = (False, None)
     remedy: str = ""
     same_as: str = ""
+    idle_with: tuple[str, ...] = ()
 
 
 _QAT = Unbuilt("quantization-aware training")
@@ -91,6 +94,7 @@ _OPTIM_SECTION = {
         "a learning rate that has fallen before the run ends",
         (None,),
         "Leave it out, and the rate falls over the whole run.",
+        idle_with=("lr_scheduler_type", "constant"),
     ),
     "lr_warmup_init": Unbuilt("a warm-up that does not begin at 0", (0, None)),
     "weight_decay_incr_style": Unbuilt("a weight decay that changes", ("constant", None)),

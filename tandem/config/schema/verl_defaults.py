@@ -49,14 +49,41 @@ LORA_OF_MEGATRON: Defaults = {
 """Key below ``lora`` in such a section -> verl's default, which its engine for Megatron reads."""
 _UNSET_BY_NULL = (
     "algorithm.filter_groups.metric",
+    "algorithm.rollout_correction.rollout_is_threshold",
     "custom_reward_function.name",
     "reward.num_workers",
 )
 _UNSET_BY_NULL_IN_OPTIM = ("lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio")
 
+_APART: Defaults = {
+    "actor_rollout_ref.hybrid_engine": False,
+    "algorithm.rollout_correction.bypass_mode": True,
+    "algorithm.rollout_correction.rollout_is": None,
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 8,
+    "trainer.async_pipeline": True,
+}
+"""What verl's trainers with devices for generation have in common."""
+_ONE_STEP_OFF: Defaults = {
+    **_APART,
+    "actor_rollout_ref.rollout.partial_rollout": False,
+    "trainer.generate_ahead_steps": 1,
+}
+_FULLY_ASYNC: Defaults = {
+    **_APART,
+    "async_training.require_batches": 1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "data.train_batch_size": 0,
+    "rollout.total_rollout_steps": 100,
+    "trainer.generate_ahead_steps": 0.1,
+}
 VERL_DEFAULTS: Mapping[str, Defaults] = {
     "ppo_trainer": _PPO,
     "ppo_megatron_trainer": _MEGATRON,
+    "one_step_off_ppo_trainer": {**_PPO, **_ONE_STEP_OFF},
+    "one_step_off_ppo_megatron_trainer": {**_MEGATRON, **_ONE_STEP_OFF},
+    "fully_async_ppo_trainer": {**_PPO, **_FULLY_ASYNC},
+    "fully_async_ppo_megatron_trainer": {**_MEGATRON, **_FULLY_ASYNC},
     "sft_trainer": {},
     "sft_trainer_engine": _SFT,
     "sft_trainer_megatron": _SFT,

@@ -38,6 +38,14 @@ def test_every_entry_is_a_module_and_has_defaults() -> None:
             [*["plan", "torchrun", "--standalone", "--nproc-per-node", "8"], "-m", SFT, "a=b"],
             ["plan", "sft", "--config-name=sft_trainer", "trainer.n_gpus_per_node=8", "a=b"],
         ),
+        (
+            ["plan", "python", "-m", "verl.experimental.one_step_off_policy.main_ppo", "a=b"],
+            ["plan", "--config-name=one_step_off_ppo_trainer", "a=b"],
+        ),
+        (
+            ["plan", "python3", "-m", "recipe.fully_async_policy.fully_async_main", "a=b"],
+            ["plan", "--config-name=fully_async_ppo_trainer", "a=b"],
+        ),
         (["plan", "python3", "-m", "other.module"], ["plan", "python3", "-m", "other.module"]),
         (["plan", "python3", "-m"], ["plan", "python3", "-m"]),
         ([], []),

@@ -183,9 +183,6 @@ REFUSED = [
     (f"{ACTOR}.megatron.tensor_model_parallel_size=True",
      f"{ACTOR}.megatron.tensor_model_parallel_size=True: must be a number"),
     (f"{ACTOR}.optim.lr_decay_style=linear", f"{ACTOR}.optim.lr_decay_style='linear': must be"),
-    (f"{ACTOR}.optim.lr_decay_steps=50",
-     f"{ACTOR}.optim.lr_decay_steps=50: a learning rate that has fallen before the run ends is "
-     "not built. Leave it out, and the rate falls over the whole run."),
     (f"{ACTOR}.optim.weight_decay_incr_style=linear", "a weight decay that changes is not built."),
     ("critic.megatron.override_mcore_model_config.moe_config.freeze_moe_router=True",
      "a frozen router of another model than the policy is not built."),

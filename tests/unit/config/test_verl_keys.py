@@ -66,11 +66,22 @@ def test_a_capability_that_is_not_built_is_refused_by_its_name(
         if harmless != {}:
             loaded = load_config(schema, [f"{name}={in_override_grammar(harmless)}"])
             assert ignored_keys(loaded) == {name: f"{unbuilt.capability} is not built"}
+    section = name.rpartition(".")[0]
+    others = [f"{section}.lr_scheduler_type=cosine"] if unbuilt.idle_with else []
     with pytest.raises(UserError, match="is not built") as refused:
-        load_config(schema, [f"{name}=something_else"])
+        load_config(schema, [f"{name}=something_else", *others])
     assert unbuilt.capability in str(refused.value)
     with pytest.raises(UserError, match="value is empty"):
         load_config(schema, [f"{name}="])
+
+
+def test_steps_of_a_schedule_do_not_count_where_the_rate_is_constant() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    loaded = load_config(RunConfig, [f"{optim}.lr_decay_steps=50"])
+    assert f"{optim}.lr_decay_steps" in ignored_keys(loaded)
+    load_config(RunConfig, [f"{optim}.lr_decay_steps=50", f"{optim}.lr_decay_style=constant"])
+    with pytest.raises(UserError, match="fallen before the run ends"):
+        load_config(RunConfig, [f"{optim}.lr_decay_steps=50", f"{optim}.lr_scheduler_type=cosine"])
 
 
 def test_a_value_that_comes_from_another_key_is_refused_too() -> None:

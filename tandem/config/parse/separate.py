@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of verl's trainers with devices for generation, in terms of tandem's own keys.
+
+verl's ``fully_async_main`` trains ``trigger_parameter_sync_step`` times on ``require_batches``
+mini-batches, and then gives the weights to the rollout. Here these mini-batches are one batch. It
+may generate ``1 + staleness_threshold`` batches between two transfers, which is what
+``trainer.generate_ahead_steps`` means, of which the threshold is another name. verl counts the
+devices that train and those that generate apart, and tandem counts all of them and gives shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, cast
+
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.separate import AsyncTrainingConfig, SeparateRolloutConfig
+from tandem.config.schema.trainer import TrainerConfig
+from tandem.errors import UserError
+
+SEPARATE_SECTIONS = "async_training.* and rollout.*"
+TRAINING_TASKS = ("actor-train", "logp", "ref_logp")
+HOST_DEVICES = 8
+"""Devices of as many are taken for those of one host, where verl's keys leave it open."""
+
+_BATCH = "data.train_batch_size"
+RESULTS = (
+    _BATCH,
+    "trainer.total_training_steps",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.separated_node_tasks",
+    "trainer.separated_node_ratios",
+    "algorithm.rollout_correction.bypass_mode",
+)
+"""The keys that verl's decide."""
+
+
+def with_separate_devices(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return a configuration without ``async_training.*`` and ``rollout.*``, and what they became.
+
+    It is ``config`` itself, and "", if none of these keys is set.
+
+    Raises:
+        UserError: the keys contradict others, or the devices do not lie on equal nodes.
+    """
+    asynchronous, rollout = config.async_training, config.rollout
+    if asynchronous == AsyncTrainingConfig() and rollout == SeparateRolloutConfig():
+        return config, ""
+    given = config
+    config = _with_batch(config)
+    config = _with_correction(config)
+    if rollout.total_rollout_steps is not None:
+        config = _with_steps(config, rollout.total_rollout_steps)
+    if rollout.nnodes is not None and rollout.n_gpus_per_node is not None:
+        config = _with_pools(config, rollout.nnodes, num_generating=rollout.n_gpus_per_node)
+    own = {"async_training": AsyncTrainingConfig(), "rollout": SeparateRolloutConfig()}
+    return config.model_copy(update=own), _difference(given, config)
+
+
+def _difference(given: RunConfig, config: RunConfig) -> str:
+    """Return the keys in which two configurations differ, as a command line gives them."""
+    values = ((key, attrgetter(key)(config)) for key in RESULTS)
+    changed = [(key, value) for key, value in values if value != attrgetter(key)(given)]
+    return " ".join(f"{key}={_shown(value)}" for key, value in changed)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return f"[{','.join(map(_shown, cast(tuple[Any, ...], value)))}]"
+
+
+def _with_trainer(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return a copy with other values of ``trainer.*``."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=values)})
+
+
+def _with_batch(config: RunConfig) -> RunConfig:
+    asynchronous, given = config.async_training, config.data.train_batch_size
+    rounds, batches = asynchronous.trigger_parameter_sync_step, asynchronous.require_batches
+    if rounds is None and batches is None:
+        return config
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    batch = (rounds or 1) * (batches or 1) * mini
+    is_given = "train_batch_size" in config.data.model_fields_set
+    if is_given and given not in (0, batch):
+        raise UserError(
+            _BATCH,
+            given,
+            rule=f"trigger_parameter_sync_step ({rounds or 1}) times require_batches "
+            f"({batches or 1}) of async_training, times {mini} prompts of a mini-batch, is {batch}",
+            remedy=f"Set {_BATCH}=0, which means that product, or leave async_training.* out.",
+        )
+    data = config.data.model_copy(update={"train_batch_size": batch})
+    return config.model_copy(update={"data": data})
+
+
+def _with_correction(config: RunConfig) -> RunConfig:
+    """Return a copy that takes the rollout's log-probs for the old ones if verl's keys say so."""
+    asynchronous = config.async_training
+    taken, computed = asynchronous.use_rollout_log_probs, asynchronous.compute_prox_log_prob
+    if taken is None and computed is None:
+        return config
+    bypass = taken is not False and computed is not True
+    correction = config.algorithm.rollout_correction.model_copy(update={"bypass_mode": bypass})
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def _with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
+    batch, given = config.data.train_batch_size, config.trainer.total_training_steps
+    steps = num_prompts // batch if batch else 0
+    if steps == 0:
+        raise UserError(
+            "rollout.total_rollout_steps",
+            num_prompts,
+            rule=f"is the number of prompts of the whole run, and a step takes {batch}",
+            remedy=f"Set rollout.total_rollout_steps={batch} or more.",
+        )
+    return _with_trainer(
+        config, {"total_training_steps": steps if given is None else min(steps, given)}
+    )
+
+
+def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> RunConfig:
+    trainer = config.trainer
+    if trainer.separated_node_tasks:
+        raise UserError(
+            "rollout.nnodes",
+            num_nodes,
+            rule="trainer.separated_node_tasks gives the devices that generate, too",
+            remedy="Leave out rollout.nnodes and rollout.n_gpus_per_node, or "
+            "trainer.separated_node_tasks.",
+        )
+    trains, generates = trainer.num_devices, num_nodes * num_generating
+    nodes, per_node = _hosts(trainer, num_nodes, num_generating=num_generating)
+    total = nodes * per_node
+    shared = generates == 0
+    groups = ((*TRAINING_TASKS, "generate"),) if shared else (TRAINING_TASKS, ("generate",))
+    config = _with_trainer(
+        config,
+        {
+            "nnodes": nodes,
+            "n_gpus_per_node": per_node,
+            "separated_node_tasks": groups,
+            "separated_node_ratios": (1.0,) if shared else (trains / total, generates / total),
+        },
+    )
+    roles = config.actor_rollout_ref.model_copy(update={"hybrid_engine": False})
+    return config.model_copy(update={"actor_rollout_ref": roles})
+
+
+def _hosts(trainer: TrainerConfig, num_nodes: int, *, num_generating: int) -> tuple[int, int]:
+    """Return the number of nodes of the whole run, and of devices on each.
+
+    Devices of the trainer and of the rollout that fit one host of ``HOST_DEVICES`` share it, if
+    both have as many nodes.
+    """
+    total = trainer.num_devices + num_nodes * num_generating
+    together = trainer.n_gpus_per_node + num_generating
+    larger = max(trainer.n_gpus_per_node, num_generating)
+    if total == trainer.num_devices:
+        return trainer.nnodes, trainer.n_gpus_per_node
+    if trainer.nnodes == num_nodes and together <= max(HOST_DEVICES, larger):
+        return trainer.nnodes, together
+    if total % larger == 0:
+        return total // larger, larger
+    raise UserError(
+        "rollout.n_gpus_per_node",
+        num_generating,
+        rule=f"the {total} devices that train or generate do not lie on nodes of {larger}",
+        remedy="Leave out rollout.nnodes and rollout.n_gpus_per_node, count all devices with "
+        "trainer.nnodes and trainer.n_gpus_per_node, and give shares of them with "
+        "trainer.separated_node_tasks and trainer.separated_node_ratios.",
+    )

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's keys of trainers with devices for generation, and what they become."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.check.rules import check_run
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.overrides import LoadedConfig, load_config
+from tandem.config.schema.run import RunConfig
+from tandem.errors import UserError
+
+FULLY = "--config-name=fully_async_ppo_trainer"
+ONE_STEP = "--config-name=one_step_off_ppo_trainer"
+MODEL = ("data.train_files=some", "actor_rollout_ref.model.path=model", "trainer.device=cuda")
+BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=32", "async_training.require_batches=4")
+PROMPTS = "rollout.total_rollout_steps=51200"
+
+
+def load(*arguments: str) -> LoadedConfig[RunConfig]:
+    return load_config(RunConfig, [*arguments, *MODEL, "algorithm.adv_estimator=grpo"])
+
+
+def test_the_mini_batches_between_two_transfers_are_one_batch() -> None:
+    loaded = load(FULLY, *BATCH, PROMPTS)
+    config = loaded.config
+    assert config.data.train_batch_size == 4 * 4 * 32
+    assert config.optimizer_steps_per_step == 16
+    assert config.trainer.total_training_steps == 100
+    assert config.algorithm.rollout_correction.bypass_mode
+    assert config.algorithm.rollout_correction.rollout_is is None
+    (warning,) = [line for line in loaded.warnings if line.startswith("async_training.*")]
+    assert "data.train_batch_size=512" in warning
+    check_run(config)
+
+
+def test_a_threshold_of_staleness_bounds_the_prompts_that_are_begun() -> None:
+    config = load(FULLY, *BATCH, PROMPTS, "async_training.staleness_threshold=0.5").config
+    assert config.trainer.batches_ahead == 0.5
+    assert (config.trainer.max_lag, config.most_prompts_begun) == (1, 512 + 256)
+    config = load(FULLY, *BATCH, PROMPTS, "async_training.staleness_threshold=0").config
+    assert (config.trainer.max_lag, config.most_prompts_begun) == (0, 512)
+    assert config.trainer.lockstep
+
+
+@pytest.mark.parametrize(
+    ("trains", "generates", "nodes", "pools"),
+    [
+        ((1, 4), (1, 4), (1, 8), (4, 4)),
+        ((1, 6), (1, 2), (1, 8), (6, 2)),
+        ((1, 8), (1, 8), (2, 8), (8, 8)),
+        ((2, 4), (2, 4), (2, 8), (8, 8)),
+        ((4, 8), (12, 8), (16, 8), (32, 96)),
+        ((1, 8), (2, 4), (2, 8), (8, 8)),
+        ((1, 1), (1, 1), (1, 2), (1, 1)),
+    ],
+)
+def test_the_devices_of_training_and_generation_are_counted_together(
+    trains: tuple[int, int],
+    generates: tuple[int, int],
+    nodes: tuple[int, int],
+    pools: tuple[int, int],
+) -> None:
+    keys = (f"trainer.nnodes={trains[0]}", f"trainer.n_gpus_per_node={trains[1]}")
+    keys += (f"rollout.nnodes={generates[0]}", f"rollout.n_gpus_per_node={generates[1]}")
+    config = load(ONE_STEP, *keys, "data.train_batch_size=512").config
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == nodes
+    assert not config.actor_rollout_ref.hybrid_engine
+    assert tuple(pool.num_devices for pool in place_run(config).pools) == pools
+    check_run(config)
+
+
+def test_without_devices_of_their_own_samples_are_generated_in_turns() -> None:
+    config = load(FULLY, *BATCH, PROMPTS, "rollout.nnodes=0").config
+    assert config.trainer.separated_node_ratios == (1.0,)
+    assert config.trainer.separated_node_tasks == (("actor-train", "logp", "ref_logp", "generate"),)
+    check_run(config)
+
+
+def test_one_step_off_draws_each_batch_with_the_weights_before() -> None:
+    trainer = load(ONE_STEP).config.trainer
+    assert (trainer.async_pipeline, trainer.max_lag) == (True, 1)
+    assert load(ONE_STEP).config.actor_rollout_ref.rollout.partial_rollout is False
+
+
+def test_a_recorded_configuration_means_the_same() -> None:
+    config = load(FULLY, *BATCH, PROMPTS).config
+    again = RunConfig.model_validate(config.model_dump())
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "bypasses"),
+    [
+        (("async_training.compute_prox_log_prob=True",), False),
+        (("async_training.compute_prox_log_prob=False",), True),
+        (("async_training.use_rollout_log_probs=False",), False),
+        (("async_training.use_rollout_log_probs=True",), True),
+    ],
+)
+def test_older_keys_say_whose_log_probs_are_the_old_ones(
+    keys: tuple[str, ...], bypasses: bool
+) -> None:
+    config = load(FULLY, *BATCH, PROMPTS, *keys).config
+    assert config.algorithm.rollout_correction.bypass_mode is bypasses
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            ("data.train_batch_size=256",),
+            "data.train_batch_size=256: trigger_parameter_sync_step (4) times require_batches (4) "
+            "of async_training, times 32 prompts of a mini-batch, is 512. Set "
+            "data.train_batch_size=0, which means that product, or leave async_training.* out.",
+        ),
+        (
+            ("rollout.total_rollout_steps=100",),
+            "rollout.total_rollout_steps=100: is the number of prompts of the whole run, and a "
+            "step takes 512. Set rollout.total_rollout_steps=512 or more.",
+        ),
+        (
+            ("trainer.nnodes=2", "rollout.n_gpus_per_node=3", PROMPTS),
+            "rollout.n_gpus_per_node=3: the 19 devices that train or generate do not lie on nodes "
+            "of 8.",
+        ),
+        (
+            ("trainer.separated_node_tasks=[[actor-train,generate]]", PROMPTS),
+            "rollout.nnodes=1: trainer.separated_node_tasks gives the devices that generate, too.",
+        ),
+        (("rollout.nnodes=-1", PROMPTS), "rollout.nnodes=-1: must be at least 0."),
+        (("rollout.n=4", PROMPTS), "rollout.n=4: no such key."),
+    ],
+)
+def test_contradictions_are_one_line(keys: tuple[str, ...], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(FULLY, *BATCH, *keys)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_batch_is_refused_without_verls_keys() -> None:
+    with pytest.raises(UserError, match=r"data\.train_batch_size=0: only async_training"):
+        check_run(load("data.train_batch_size=0").config)
+
+
+def test_rounds_are_whole_batches() -> None:
+    keys = ("trainer.deterministic_async=True", "async_training.staleness_threshold=0.5", PROMPTS)
+    with pytest.raises(UserError, match=r"generates whole batches. Set trainer.generate_ahead_st"):
+        check_run(load(FULLY, *BATCH, *keys).config)
