@@ -200,6 +200,7 @@ def find_pictures(row: Row, prompt: Any, *, rule: PictureRule) -> list[bytes | P
         limit = f"actor_rollout_ref.rollout.limit_images={rule.max_pictures}"
         fault = f"has {_counted(len(found), 'picture')}, more than {limit}"
         raise RowFault(fault, "Raise it or remove rows.")
+    _require_known_parts(prompt)
     marks = _count_marks(prompt)
     if marks != len(found):
         texts = (f"{_counted(marks, 'mark')} {MARK}", _counted(len(found), "picture"))
@@ -310,6 +311,21 @@ def _count_marks(prompt: Any) -> int:
     if isinstance(prompt, str):
         return prompt.count(MARK)
     return sum(_marks_of(message.get("content")) for message in prompt)
+
+
+def _require_known_parts(prompt: Any) -> None:
+    """Raise RowFault if a part of a message is neither a text nor the place of a picture."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    listed = [part for content in contents if isinstance(content, list) for part in content]
+    for part in listed:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "image") or (kind == "text" and not _is_text(part)):
+            rule = f"has a part of type {kind!r} in a message that is neither text nor a picture"
+            raise RowFault(rule, "Use parts of type text or image, and a column of the pictures.")
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)
 
 
 def _marks_of(content: Any) -> int:

@@ -153,9 +153,25 @@ def header_of(width: int, height: int) -> bytes:
 DRAWING = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 24\n%%EndComments\nshowpage\n%%EOF\n"
 
 
+def of_parts(*parts: Any) -> dict[str, Any]:
+    """Return a row whose message is a list of parts, and which has no pictures."""
+    return row_of() | {"prompt": [{"role": "user", "content": [*parts]}]}
+
+
 WRONG = {
     "more marks": (row_of(png(), text="<image><image>?"), {}, "has 2 marks <image> and 1 picture."),
     "more pictures": (row_of(png(), png(), text="<image>"), {}, "has 1 mark <image> and 2 picture"),
+    "another part": (
+        of_parts({"type": "image_url", "image_url": {"url": "a.png"}}),
+        {},
+        "has a part of type 'image_url' in a message that is neither text nor a picture",
+    ),
+    "a part without text": (
+        of_parts({"type": "text", "image": "a.png"}),
+        {},
+        "has a part of type 'text' in",
+    ),
+    "a part of its own form": (of_parts("how many?"), {}, "has a part of type 'str' in a message"),
     "no picture": (row_of(text="<image>?"), {}, "has 1 mark <image> and 0 pictures"),
     "missing": (row_of("no/such.png"), {}, "names a picture that is missing .no/such.png"),
     "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
