@@ -9,6 +9,7 @@ of transformers' processors on Pillow (bicubic). A picture is turned upright if 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import math
@@ -51,7 +52,11 @@ _TURNS = {
 """The way to turn a picture upright, by its orientation in EXIF; 5 and more exchange its sides."""
 _MAX_ASPECT = 200
 _OTHER_MEDIA = ("videos", "audios")
-_FORMS = "a picture is bytes, a path, or a mapping with one of them under bytes, path or image"
+_FORMS = (
+    "a picture is bytes, a path, a data URL in base64, or a mapping with one of them under bytes, "
+    "path or image"
+)
+_DATA_URL = "data:"
 _HALF_OF_IDS = (1 << 30) - (1 << 20)
 """The ids of training and of validation: with any vocabulary, both fit 31 bits."""
 
@@ -277,6 +282,23 @@ def stored(picture: Any) -> dict[str, bytes | str]:
     return {"bytes": data} if isinstance(data, bytes) else {"path": str(data)}
 
 
+def in_json(pictures: Any) -> Any:
+    """Return the pictures of a row as JSON holds them: bytes and objects become data URLs.
+
+    Raises:
+        RowFault: an object has no colours, or bytes are empty.
+    """
+    if isinstance(pictures, Mapping):
+        return {name: in_json(value) for name, value in pictures.items()}
+    if isinstance(pictures, list | tuple | np.ndarray):
+        return [in_json(picture) for picture in pictures]
+    if not isinstance(pictures, bytes | Image.Image):
+        return pictures
+    data = _data_of(pictures)
+    assert isinstance(data, bytes), "a path is text"
+    return f"{_DATA_URL}image;base64,{base64.b64encode(data).decode('ascii')}"
+
+
 def require_room(first_id: int, rule: PictureRule, *, validation: bool) -> None:
     """Raise UserError if the pictures of a data set have more tokens than there are ids."""
     if first_id - rule.first_id(validation=validation) > _HALF_OF_IDS:
@@ -364,16 +386,28 @@ def _data_of(picture: Any) -> bytes | Path:
     if isinstance(picture, bytes) and picture:
         return picture
     if isinstance(picture, str) and picture:
-        return _path_of(picture)
+        return _decoded(picture) if picture.startswith(_DATA_URL) else _path_of(picture)
     if picture is None or isinstance(picture, Mapping | bytes | str):
         raise RowFault(f"has an empty picture; {_FORMS}")
     raise RowFault(f"has a picture that is {type(picture).__name__}; {_FORMS}")
 
 
+def _decoded(url: str) -> bytes:
+    """Return the bytes of a data URL. Raise RowFault if they are not written in base64."""
+    head, _, text = url.partition(",")
+    try:
+        data = base64.b64decode(text, validate=True) if head.endswith(";base64") else b""
+    except ValueError:  # another character
+        data = b""
+    if not data:
+        raise RowFault(f"has a data URL that is not in base64 ({_shortened(url)}); {_FORMS}")
+    return data
+
+
 def _path_of(text: str) -> Path:
     """Return the path that a text names. Raise RowFault if there is no such file."""
     scheme, colon, _ = text.partition(":")
-    if colon and scheme in ("data", "http", "https"):
+    if colon and scheme in ("http", "https"):
         raise RowFault(f"has a picture that is a URL ({_shortened(text)}); {_FORMS}")
     try:
         path = Path(os.path.expanduser(text.removeprefix("file://")))

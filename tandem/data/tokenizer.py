@@ -457,7 +457,8 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     parts = [part for part in content if isinstance(part, Mapping)]
-    texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+    spoken = [part.get("text") for part in parts if part.get("type", "text") == "text"]
+    texts = [text for text in spoken if isinstance(text, str)]
+    if len(texts) < len(content):
         raise ValueError("a part of a message is no text, and the model reads text only")
     return "".join(texts)
