@@ -57,6 +57,8 @@ _FORMS = (
     "path or image"
 )
 _DATA_URL = "data:"
+_OWN_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""The keys by which qwen_vl_utils sizes a picture alone."""
 _HALF_OF_IDS = (1 << 30) - (1 << 20)
 """The ids of training and of validation: with any vocabulary, both fit 31 bits."""
 
@@ -380,6 +382,10 @@ def _data_of(picture: Any) -> bytes | Path:
         _upright(picture).save(stream, format="PNG")
         return stream.getvalue()
     if isinstance(picture, Mapping):
+        size = next((key for key in _OWN_SIZES if picture.get(key) is not None), None)
+        if size is not None:
+            rule = f"has a picture with {size} of its own, which is not built"
+            raise RowFault(rule, f"Remove it, and set {PIXELS_KEY} for all pictures.")
         named = [picture[key] for key in ("bytes", "path", "image") if _present(picture.get(key))]
         if named:
             return _data_of(named[0])

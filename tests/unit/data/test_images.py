@@ -193,6 +193,11 @@ WRONG = {
         "has a picture that has numbers of an unknown range [(]mode F[)]",
     ),
     "numbers of an object": (row_of(Image.new("I", (9, 9))), {}, "has a picture that has numbers"),
+    "a size of its own": (
+        row_of({"image": png(), "max_pixels": 200704, "min_pixels": None}),
+        {},
+        "has a picture with max_pixels of its own, which is not built. Remove it, and set data.mm",
+    ),
     "null in a list": (row_of({"bytes": None, "path": None}), {}, "has an empty picture"),
     "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, a data URL"),
     "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
