@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.checkpoint.store import TRACKER_NAME, Checkpoint, CheckpointStore, open_checkpoint
+from tandem.config.derived.adapters import ADAPTER_CONFIG
 from tandem.errors import UserError
 from tandem.report.run_folder import require_folder
 
@@ -51,6 +52,11 @@ def _has_none(folder: Path) -> UserError:
     runs = sorted(path.parent.name for path in folder.glob(f"*/{TRACKER_NAME}"))
     if runs:
         rule, remedy = "is not a run, but has some", f"Add one of these: {', '.join(runs)}."
+    elif folder.parent.name.startswith("global_step_"):
+        rule, remedy = "is a part of a checkpoint", f"Name the checkpoint, {folder.parent}."
+    elif (folder / ADAPTER_CONFIG).is_file():
+        rule = "is an adapter that belongs to no run"
+        remedy = "Merge it by peft, or train from it by actor_rollout_ref.model.lora_adapter_path."
     else:
         rule = "has no checkpoint"
         remedy = "Train with trainer.save_freq=-1, which saves the last step, or 1 or more."

@@ -9,6 +9,7 @@ of transformers' processors on Pillow (bicubic). A picture is turned upright if 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import math
@@ -51,7 +52,13 @@ _TURNS = {
 """The way to turn a picture upright, by its orientation in EXIF; 5 and more exchange its sides."""
 _MAX_ASPECT = 200
 _OTHER_MEDIA = ("videos", "audios")
-_FORMS = "a picture is bytes, a path, or a mapping with one of them under bytes, path or image"
+_FORMS = (
+    "a picture is bytes, a path, a data URL in base64, or a mapping with one of them under bytes, "
+    "path or image"
+)
+_DATA_URL = "data:"
+_OWN_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""The keys by which qwen_vl_utils sizes a picture alone."""
 _HALF_OF_IDS = (1 << 30) - (1 << 20)
 """The ids of training and of validation: with any vocabulary, both fit 31 bits."""
 
@@ -200,6 +207,7 @@ def find_pictures(row: Row, prompt: Any, *, rule: PictureRule) -> list[bytes | P
         limit = f"actor_rollout_ref.rollout.limit_images={rule.max_pictures}"
         fault = f"has {_counted(len(found), 'picture')}, more than {limit}"
         raise RowFault(fault, "Raise it or remove rows.")
+    _require_known_parts(prompt)
     marks = _count_marks(prompt)
     if marks != len(found):
         texts = (f"{_counted(marks, 'mark')} {MARK}", _counted(len(found), "picture"))
@@ -276,6 +284,23 @@ def stored(picture: Any) -> dict[str, bytes | str]:
     return {"bytes": data} if isinstance(data, bytes) else {"path": str(data)}
 
 
+def in_json(pictures: Any) -> Any:
+    """Return the pictures of a row as JSON holds them: bytes and objects become data URLs.
+
+    Raises:
+        RowFault: an object has no colours, or bytes are empty.
+    """
+    if isinstance(pictures, Mapping):
+        return {name: in_json(value) for name, value in pictures.items()}
+    if isinstance(pictures, list | tuple | np.ndarray):
+        return [in_json(picture) for picture in pictures]
+    if not isinstance(pictures, bytes | Image.Image):
+        return pictures
+    data = _data_of(pictures)
+    assert isinstance(data, bytes), "a path is text"
+    return f"{_DATA_URL}image;base64,{base64.b64encode(data).decode('ascii')}"
+
+
 def require_room(first_id: int, rule: PictureRule, *, validation: bool) -> None:
     """Raise UserError if the pictures of a data set have more tokens than there are ids."""
     if first_id - rule.first_id(validation=validation) > _HALF_OF_IDS:
@@ -312,6 +337,21 @@ def _count_marks(prompt: Any) -> int:
     return sum(_marks_of(message.get("content")) for message in prompt)
 
 
+def _require_known_parts(prompt: Any) -> None:
+    """Raise RowFault if a part of a message is neither a text nor the place of a picture."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    listed = [part for content in contents if isinstance(content, list) for part in content]
+    for part in listed:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "image") or (kind == "text" and not _is_text(part)):
+            rule = f"has a part of type {kind!r} in a message that is neither text nor a picture"
+            raise RowFault(rule, "Use parts of type text or image, and a column of the pictures.")
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)
+
+
 def _marks_of(content: Any) -> int:
     if isinstance(content, str):
         return content.count(MARK)
@@ -342,22 +382,38 @@ def _data_of(picture: Any) -> bytes | Path:
         _upright(picture).save(stream, format="PNG")
         return stream.getvalue()
     if isinstance(picture, Mapping):
+        size = next((key for key in _OWN_SIZES if picture.get(key) is not None), None)
+        if size is not None:
+            rule = f"has a picture with {size} of its own, which is not built"
+            raise RowFault(rule, f"Remove it, and set {PIXELS_KEY} for all pictures.")
         named = [picture[key] for key in ("bytes", "path", "image") if _present(picture.get(key))]
         if named:
             return _data_of(named[0])
     if isinstance(picture, bytes) and picture:
         return picture
     if isinstance(picture, str) and picture:
-        return _path_of(picture)
+        return _decoded(picture) if picture.startswith(_DATA_URL) else _path_of(picture)
     if picture is None or isinstance(picture, Mapping | bytes | str):
         raise RowFault(f"has an empty picture; {_FORMS}")
     raise RowFault(f"has a picture that is {type(picture).__name__}; {_FORMS}")
 
 
+def _decoded(url: str) -> bytes:
+    """Return the bytes of a data URL. Raise RowFault if they are not written in base64."""
+    head, _, text = url.partition(",")
+    try:
+        data = base64.b64decode(text, validate=True) if head.endswith(";base64") else b""
+    except ValueError:  # another character
+        data = b""
+    if not data:
+        raise RowFault(f"has a data URL that is not in base64 ({_shortened(url)}); {_FORMS}")
+    return data
+
+
 def _path_of(text: str) -> Path:
     """Return the path that a text names. Raise RowFault if there is no such file."""
     scheme, colon, _ = text.partition(":")
-    if colon and scheme in ("data", "http", "https"):
+    if colon and scheme in ("http", "https"):
         raise RowFault(f"has a picture that is a URL ({_shortened(text)}); {_FORMS}")
     try:
         path = Path(os.path.expanduser(text.removeprefix("file://")))

@@ -447,4 +447,18 @@ def _is_message(message: Message) -> bool:
 
 def _present(message: Message) -> dict[str, Any]:
     # Parquet fills fields that a row lacks with None; a template must not see these.
-    return {name: value for name, value in message.items() if value is not None}
+    given = {name: value for name, value in message.items() if value is not None}
+    # Templates of models of text leave lists of parts out, or print them.
+    return given | {"content": _joined(given["content"])} if "content" in given else given
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of a list of parts. Raise ValueError if a part is no text."""
+    if not isinstance(content, list):
+        return content
+    parts = [part for part in content if isinstance(part, Mapping)]
+    spoken = [part.get("text") for part in parts if part.get("type", "text") == "text"]
+    texts = [text for text in spoken if isinstance(text, str)]
+    if len(texts) < len(content):
+        raise ValueError("a part of a message is no text, and the model reads text only")
+    return "".join(texts)

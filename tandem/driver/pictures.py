@@ -33,6 +33,10 @@ def picture_rule(
     if isinstance(config, RunConfig) and config.reward_model.enable:
         rule = "reward models do not see, and the policy does"
         raise UserError("reward_model.enable", True, rule=rule, remedy="Use a reward function.")
+    if isinstance(config, RunConfig) and config.uses_critic:
+        rule = "critics do not see, and the policy does"
+        remedy = "Use an estimator without a critic, such as algorithm.adv_estimator=grpo."
+        raise UserError("critic.model.path", config.critic.model.path, rule=rule, remedy=remedy)
     data, limit = config.data, None
     if isinstance(config, RunConfig):
         limit = config.actor_rollout_ref.rollout.limit_images

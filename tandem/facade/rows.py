@@ -15,12 +15,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tandem.data.files import read_rows
+from tandem.config.schema.data import DataConfig
+from tandem.data.files import RowFault, read_rows
+from tandem.data.images import in_json
 from tandem.data.ledger import permutation
 from tandem.errors import UserError
 
 INPUTS_FOLDER = "inputs"
 """The folder in the run folder for files that are made from Python objects."""
+IMAGE_KEY: str = DataConfig.model_fields["image_key"].default
+"""The column of the pictures unless ``data.image_key`` names another."""
 DIGEST_LENGTH = 12
 """The number of characters of a digest in the name of a file."""
 Data = Iterable[Mapping[str, Any]] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -29,13 +33,14 @@ _SPLIT_SEED = 1
 
 
 def write_data(
-    data: Data, validation: Data | float | None, *, folder: Path
+    data: Data, validation: Data | float | None, *, folder: Path, image_key: str = IMAGE_KEY
 ) -> tuple[list[str], list[str]]:
     """Return the training and the validation files, after writing rows that are in memory.
 
     Args:
         validation: rows, paths, the share of ``data`` to set aside, or None.
         folder: the run folder.
+        image_key: the column of the pictures.
 
     Raises:
         UserError: a row is not a mapping or holds a value that JSON cannot hold, or the share is
@@ -48,10 +53,14 @@ def write_data(
             "train": [row for number, row in enumerate(rows) if number not in chosen],
             "validation": [rows[number] for number in sorted(chosen)],
         }
-        files = [_write(part, name, folder=folder) for name, part in parts.items()]
+        files = [
+            _write(part, name, folder=folder, image_key=image_key) for name, part in parts.items()
+        ]
         return files[:1], files[1:]
-    files = [] if validation is None else _files(validation, "validation", folder=folder)
-    return _files(data, "train", folder=folder), files
+    files: list[str] = []
+    if validation is not None:
+        files = _files(validation, "validation", folder=folder, image_key=image_key)
+    return _files(data, "train", folder=folder, image_key=image_key), files
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -84,11 +93,11 @@ def digest(content: bytes) -> str:
     return sha256(content).hexdigest()[:DIGEST_LENGTH]
 
 
-def _files(data: Data, name: str, *, folder: Path) -> list[str]:
+def _files(data: Data, name: str, *, folder: Path, image_key: str) -> list[str]:
     paths = _paths(data)
     if paths:
         return paths
-    return [_write(_rows(data, name), name, folder=folder)]
+    return [_write(_rows(data, name), name, folder=folder, image_key=image_key)]
 
 
 def _paths(data: Data) -> list[str]:
@@ -131,8 +140,10 @@ def _validation_rows(num_rows: int, share: float) -> frozenset[int]:
     return frozenset(permutation(num_rows, seed=_SPLIT_SEED, epoch=0)[:number].tolist())
 
 
-def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path) -> str:
-    lines = [_line(row, name, number=number) for number, row in enumerate(rows)]
+def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path, image_key: str) -> str:
+    lines = [
+        _line(row, name, number=number, image_key=image_key) for number, row in enumerate(rows)
+    ]
     content = b"".join(lines)
     path = folder / INPUTS_FOLDER / f"{name}-{digest(content)}.jsonl"
     if not path.exists():
@@ -140,9 +151,12 @@ def _write(rows: Sequence[Mapping[str, Any]], name: str, *, folder: Path) -> str
     return str(path)
 
 
-def _line(row: Mapping[str, Any], name: str, *, number: int) -> bytes:
+def _line(row: Mapping[str, Any], name: str, *, number: int, image_key: str) -> bytes:
     try:
-        return json.dumps(dict(row), default=_plain).encode() + b"\n"
+        pictures = {image_key: in_json(row[image_key])} if image_key in row else {}
+        return json.dumps({**row, **pictures}, default=_plain).encode() + b"\n"
+    except RowFault as fault:
+        raise UserError(name, rule=f"row {number} {fault}", remedy=fault.remedy) from fault
     except (TypeError, ValueError) as error:
         raise UserError(
             name,

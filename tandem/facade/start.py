@@ -33,7 +33,7 @@ from tandem.errors import UserError
 from tandem.facade.callback import CallbackSink, OnStep, StopTraining, require_callback
 from tandem.facade.functions import Rewards, reward_keys
 from tandem.facade.keys import flat_keys, joined_keys
-from tandem.facade.rows import Data, unwritable, write_data
+from tandem.facade.rows import IMAGE_KEY, Data, unwritable, write_data
 from tandem.facade.run import Run, absolute
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ def train(
     require_callback(on_step)
     given, model_path = flat_keys(RunConfig, keys), _model_path(model)
     run_folder = claim_folder("train", given, folder=folder)
-    files, held_out = write_data(data, validation, folder=run_folder)
+    image_key = str(given.get("data.image_key", IMAGE_KEY))
+    files, held_out = write_data(data, validation, folder=run_folder, image_key=image_key)
     own = {
         "actor_rollout_ref.model.path": model_path,
         **data_keys(files, held_out, given=given),
@@ -122,7 +123,8 @@ def sft(
     require_callback(on_step)
     given, model_path = flat_keys(SftConfig, keys), _model_path(model)
     run_folder = claim_folder("sft", given, folder=folder)
-    files, held_out = write_data(data, validation, folder=run_folder)
+    image_key = str(given.get("data.image_key", IMAGE_KEY))
+    files, held_out = write_data(data, validation, folder=run_folder, image_key=image_key)
     own = {"model.path": model_path, **data_keys(files, held_out, given=given)}
     loaded = load_runnable(SftConfig, (), values=_in_folder(given, own, folder=run_folder))
     return _run(loaded, supervised.run, on_step=on_step)

@@ -23,8 +23,8 @@ from tandem.config.schema.families import (
     require_family,
     require_value_head,
 )
-from tandem.errors import UserError
-from tandem.models.adapted import is_adapter
+from tandem.errors import NO_VALUE, UserError
+from tandem.models.adapted import AdapterConfig, is_adapter
 from tandem.models.adapters import (
     check_adapter,
     draw_adapters,
@@ -62,6 +62,7 @@ from tandem.types import HeldSlice
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ("*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model", "*.py")
 _HEAD = ("lm_head.weight", "lm_head.bias")
+_REMEDY = "Set the keys of the model back, or trainer.resume_mode=disable."
 
 
 @dataclass(frozen=True)
@@ -199,18 +200,36 @@ def require_same_adapters(saved: Path, model: ModelFolder, *, key: str) -> None:
         saved: the folder of the trained model in the checkpoint.
         key: the configuration key of the model's path.
     """
-    remedy = "Set the keys of the model back, or trainer.resume_mode=disable."
     if not is_adapter_folder(saved) or model.start is None or model.decoder_config is None:
         kinds = ("adapters", "all weights")
         found, wanted = kinds if model.start is None else kinds[::-1]
         rule = f"the checkpoint {saved.parent} has {found}, and {wanted} would be trained"
-        raise UserError(key, str(model.path), rule=rule, remedy=remedy)
+        raise UserError(key, str(model.path), rule=rule, remedy=_REMEDY)
     section = key.removesuffix(".path")
     adapters = read_adapters(saved, key="trainer.resume_from_path", section=section)
-    if with_adapters(model.decoder_config, adapters) != model.decoder_config:
-        rule = f"the checkpoint {saved.parent} has adapters of another rank, alpha or modules"
-        raise UserError(key, str(model.path), rule=rule, remedy=remedy)
-    require_base(saved, model.path, key=key, value=saved)
+    found = with_adapters(model.decoder_config, adapters).adapters
+    own = model.decoder_config.adapters
+    assert found is not None and own is not None, "both have adapters"
+    if found != own:
+        raise _contradiction(found, own, start=model.start, place=str(saved.parent))
+    require_base(saved, model.path, key=key, value=model.path)
+
+
+def _contradiction(
+    found: AdapterConfig, own: AdapterConfig, *, start: AdapterStart, place: str
+) -> UserError:
+    """Return the error about adapters of a checkpoint that are not those of the keys."""
+    name, value, has = "target_modules", NO_VALUE, "adapters of other modules"
+    if found.has_root_scale != own.has_root_scale:
+        name, value, has = "lora_adapter_path", None, f"use_rslora={found.has_root_scale}"
+    if found.alpha != own.alpha:
+        name, value, has = "lora_alpha", own.alpha, f"adapters with alpha {found.alpha:g}"
+    if found.rank != own.rank:
+        name, value, has = "lora_rank", own.rank, f"adapters of rank {found.rank}"
+    if start.folder is not None:
+        name, value = "lora_adapter_path", str(start.folder)
+    key = f"{start.key.rpartition('.')[0]}.{name}"
+    return UserError(key, value, rule=f"the checkpoint {place} has {has}", remedy=_REMEDY)
 
 
 def check_critic_folder(

@@ -108,6 +108,14 @@ REFUSED = {
 }
 
 
+def test_other_models_are_refused_even_if_they_read_text(files: Any, tmp_path: Path) -> None:
+    critic = ("algorithm.adv_estimator=gae", "critic.model.path=text")
+    with pytest.raises(UserError, match="critic.model.path='text': critics do not see, and the p"):
+        train.prepare(settings(files, tmp_path, *critic))
+    with pytest.raises(UserError, match="reward_model.enable=True: reward models do not see"):
+        train.prepare(settings(files, tmp_path, "reward_model.enable=True"))
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_not_built_is_refused_in_one_line(key: str, files: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=REFUSED[key]) as caught:

@@ -64,6 +64,7 @@ _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 """PEFT's fields that ask for what is not built: the words for it, and the values that do not."""
 _DROPOUT = "lora_dropout"
+_NAME = "Name a folder that peft saved, or global_step_N/actor of a run that trained adapters."
 
 Rule = str | tuple[str, ...]
 """A rule for names of modules: a regular expression of the whole name, or a list of last parts."""
@@ -166,7 +167,9 @@ class Adapters:
     def _unmatched(self, targets: str, rule: str) -> UserError:
         """Return the error about targets that the model does not have."""
         if self.folder is None:
-            remedy = f"Name some of {', '.join(_suffixes())}, or set {ALL_LINEAR}."
+            remedy = (
+                f"List some of {', '.join(_suffixes())}, as [q_proj,v_proj], or set {ALL_LINEAR}."
+            )
             return UserError(f"{self.section}.target_modules", targets, rule=rule, remedy=remedy)
         return _error(
             self.folder,
@@ -274,12 +277,11 @@ def base_of(folder: Path) -> str:
 
 def _read_description(folder: Path, *, key: str) -> dict[str, Any]:
     if not folder.is_dir():
-        raise _error(folder, "no such folder", key=key, remedy="Name a folder that peft saved.")
+        raise _error(folder, "no such folder", key=key, remedy=_NAME)
     try:
         content = read_object(folder / ADAPTER_CONFIG)
     except FileNotFoundError as error:
-        remedy = "Name a folder that peft saved."
-        raise _error(folder, f"it has no {ADAPTER_CONFIG}", key=key, remedy=remedy) from error
+        raise _error(folder, f"it has no {ADAPTER_CONFIG}", key=key, remedy=_NAME) from error
     except OSError as error:
         raise _error(folder, f"{ADAPTER_CONFIG} cannot be read ({error})", key=key) from error
     except ValueError as error:

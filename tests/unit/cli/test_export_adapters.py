@@ -131,3 +131,12 @@ def test_the_model_folder_of_a_python_run_is_merged(trained: Path) -> None:
     assert folder.name == "model_step_1"
     merged, base = (load_file(x / WEIGHTS_FILE) for x in (folder, trained / "base"))
     assert merged.keys() == base.keys()
+
+
+def test_an_adapter_that_is_no_run_is_named_as_what_it_is(trained: Path) -> None:
+    arguments = ["--output", str(trained / "out")]
+    with pytest.raises(UserError, match="RUN=.*actor': is a part of a checkpoint. Name the check"):
+        export.run([str(trained / ACTOR), *arguments])
+    (trained / ACTOR).rename(trained / "adapter")
+    with pytest.raises(UserError, match="RUN=.*: is an adapter that belongs to no run. Merge it"):
+        export.run([str(trained / "adapter"), *arguments])

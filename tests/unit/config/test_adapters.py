@@ -169,7 +169,8 @@ def test_a_folder_that_is_missing_or_no_adapter_is_named(tmp_path: Path) -> None
     assert_refused(
         "no such folder. Name a folder", f"{MODEL}.lora_adapter_path={tmp_path / 'nowhere'}"
     )
-    assert_refused(f"it has no {ADAPTER_CONFIG}", f"{MODEL}.lora_adapter_path={tmp_path}")
+    message = f"it has no {ADAPTER_CONFIG}. Name .* or global_step_N/actor of a run"
+    assert_refused(message, f"{MODEL}.lora_adapter_path={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,7 @@ def test_a_folder_that_is_missing_or_no_adapter_is_named(tmp_path: Path) -> None
         ("target_modules='.*visual.*'", "no linear map of the model's 2 layers matches it"),
         ("exclude_modules='.*'", "matches it and not exclude_modules="),
         ("target_modules='(q'", "is no regular expression"),
+        ("target_modules=q_proj", r"no linear map .* List some of q_proj.*, as .q_proj,v_proj."),
         ("target_modules=[]", "no linear map of the model's 2 layers matches it"),
         ("target_modules=[all-linear,w]", "target_modules='all-linear': no linear map"),
     ],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import random
 import struct
@@ -153,9 +154,25 @@ def header_of(width: int, height: int) -> bytes:
 DRAWING = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 24\n%%EndComments\nshowpage\n%%EOF\n"
 
 
+def of_parts(*parts: Any) -> dict[str, Any]:
+    """Return a row whose message is a list of parts, and which has no pictures."""
+    return row_of() | {"prompt": [{"role": "user", "content": [*parts]}]}
+
+
 WRONG = {
     "more marks": (row_of(png(), text="<image><image>?"), {}, "has 2 marks <image> and 1 picture."),
     "more pictures": (row_of(png(), png(), text="<image>"), {}, "has 1 mark <image> and 2 picture"),
+    "another part": (
+        of_parts({"type": "image_url", "image_url": {"url": "a.png"}}),
+        {},
+        "has a part of type 'image_url' in a message that is neither text nor a picture",
+    ),
+    "a part without text": (
+        of_parts({"type": "text", "image": "a.png"}),
+        {},
+        "has a part of type 'text' in",
+    ),
+    "a part of its own form": (of_parts("how many?"), {}, "has a part of type 'str' in a message"),
     "no picture": (row_of(text="<image>?"), {}, "has 1 mark <image> and 0 pictures"),
     "missing": (row_of("no/such.png"), {}, "names a picture that is missing .no/such.png"),
     "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
@@ -176,13 +193,25 @@ WRONG = {
         "has a picture that has numbers of an unknown range [(]mode F[)]",
     ),
     "numbers of an object": (row_of(Image.new("I", (9, 9))), {}, "has a picture that has numbers"),
-    "null in a list": (row_of({"bytes": None, "path": None}), {}, "has an empty picture"),
-    "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, or a mapping"),
-    "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
-    "url": (
-        row_of("data:image/png;base64," + "A" * 9000),
+    "a size of its own": (
+        row_of({"image": png(), "max_pixels": 200704, "min_pixels": None}),
         {},
-        "has a picture that is a URL .data:",
+        "has a picture with max_pixels of its own, which is not built. Remove it, and set data.mm",
+    ),
+    "null in a list": (row_of({"bytes": None, "path": None}), {}, "has an empty picture"),
+    "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, a data URL"),
+    "array": (row_of(np.zeros((2, 2, 3))), {}, "has a picture that is ndarray; a picture is bytes"),
+    "url": (row_of("https://a.b/" + "c" * 900), {}, "has a picture that is a URL .https://a.b/ccc"),
+    "data URL of text": (
+        row_of("data:image/svg+xml,<svg/>"),
+        {},
+        "has a data URL that is not in ba",
+    ),
+    "data URL": (row_of("data:image/png;base64,A*"), {}, "has a data URL that is not in base64"),
+    "data URL of nothing": (
+        row_of("data:image/png;base64,"),
+        {},
+        "has a data URL that is not in b",
     ),
     "long name": (row_of("x" * 9000), {}, "names a picture that is missing .xxx"),
     "no user": (row_of("~nobody.at.all/x.png"), {}, "names a picture that is missing .~nobody"),
@@ -277,19 +306,25 @@ def test_a_picture_of_one_pixel_has_the_smallest_size() -> None:
     assert shown.shape == (8, 8, 3) and (shown == shown[0, 0]).all()
 
 
-@pytest.mark.parametrize("kind", ["a list", "one picture", "bytes", "a path", "a file URL"])
+FORMS = ("a list", "one picture", "bytes", "a path", "a file URL", "a data URL", "in a mapping")
+
+
+@pytest.mark.parametrize("kind", FORMS)
 def test_the_forms_of_verls_files_are_the_same_picture(
     kind: str, codec: TextCodec, tmp_path: Path
 ) -> None:
     """Files of the hub have a mapping with bytes; in some rows, the column is null."""
     path = tmp_path / "picture.png"
     path.write_bytes(png())
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
     forms = {
         "a list": [{"bytes": png(), "path": "elsewhere.png"}],
         "one picture": {"bytes": None, "path": str(path)},
         "bytes": png(),
         "a path": [str(path)],
         "a file URL": [f"file://{path}"],
+        "a data URL": [url],
+        "in a mapping": [{"image": url}],
     }
     rows = [{**row_of(png()), "images": forms[kind]}, {**row_of(), "images": None}]
     write_parquet(rows, tmp_path / "rows.parquet", key="test")

@@ -45,6 +45,18 @@ def test_absent_fields_that_parquet_filled_in_are_not_seen(codec: TextCodec) -> 
         codec.tokenizer.chat_template = kept
 
 
+def test_a_list_of_parts_is_the_text_of_its_parts(codec: TextCodec) -> None:
+    """Templates of models of text would leave the parts out, or print the list."""
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?", "image": None}]
+    chats = [[{"role": "user", "content": content}] for content in (parts, "2+3?")]
+    listed, plain = codec.render(chats)
+    assert listed == plain
+    for part in ({"type": "image", "text": None}, {"type": "input_audio", "text": "a"}, "2+3?"):
+        with pytest.raises(ChatRefused, match="a part of a message is no text") as error:
+            codec.render([chats[0], [{"role": "user", "content": [*parts, part]}]])
+        assert error.value.position == 1
+
+
 def test_template_settings_reach_the_template(folder: Path) -> None:
     codec = load_codec(
         str(folder),

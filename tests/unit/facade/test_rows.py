@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tandem.data.files import read_rows
 from tandem.errors import UserError
 from tandem.facade.rows import write_data
+from tests.fakes.seeing_files import png
 
 
 def rows(number: int) -> list[dict[str, Any]]:
@@ -41,6 +45,22 @@ def test_other_rows_are_another_file_and_paths_stay_as_they_are(tmp_path: Path) 
     )
     held_out = write_data([one, other], 0.5, folder=tmp_path)
     assert [len(read_rows(files)) for files in held_out] == [3, 4]
+
+
+def test_pictures_become_text_that_is_the_same_picture(tmp_path: Path) -> None:
+    """Rows of datasets have objects of Pillow, and files of the hub mappings with bytes."""
+    image = Image.open(io.BytesIO(png()))
+    forms = [image, png(), {"bytes": png(), "path": None}, {"path": "a.png"}, "b.png"]
+    row = {"prompt": "<image>", "seen": forms}
+    (file,), _ = write_data([row, {"prompt": "?"}], None, folder=tmp_path, image_key="seen")
+    (written, plain) = read_rows([file])
+    assert "seen" not in plain and written["seen"][3:] == [{"path": "a.png"}, "b.png"]
+    texts = [*written["seen"][:2], written["seen"][2]["bytes"]]
+    for text in texts:
+        data = base64.b64decode(text.removeprefix("data:image;base64,"))
+        assert Image.open(io.BytesIO(data)).tobytes() == image.tobytes()
+    with pytest.raises(UserError, match="train: row 0 has a picture that has numbers of an unknow"):
+        write_data([{"images": [Image.new("F", (9, 9))]}], None, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,13 @@ from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import BASE_FILE, adapter_tensors
 from tandem.models.decoder import Granularity
-from tandem.models.folder import adapt_folder, check_folder, open_model
+from tandem.models.folder import (
+    AdapterStart,
+    adapt_folder,
+    check_folder,
+    open_model,
+    require_same_adapters,
+)
 from tandem.models.weights import WEIGHTS_FILE, file_views, sums_with_adapters
 from tests.fakes.scoring import score_batch
 from tests.fakes.tiny_adapters import ALL, SECTION, open_adapted, spread_b
@@ -222,6 +228,46 @@ def test_l13_adapters_of_another_base_of_the_same_sizes_are_refused(tmp_path: Pa
     start = _read(tmp_path / "theirs")
     open_adapted(tmp_path / "other", start)
     assert list(start.warnings(2, model=str(tmp_path / "other"), sees=False))
+
+
+CONTRADICTIONS = {
+    "rank": (replace(ALL, rank=8), "lora_rank=8: the checkpoint .*ckpt has adapters of rank 4"),
+    "alpha": (replace(ALL, alpha=9.0), "lora_alpha=9.0: the checkpoint .* adapters with alpha 8"),
+    "modules": (replace(ALL, excludes=("q_proj",)), "target_modules: .* adapters of other modules"),
+    "scale": (replace(ALL, has_root_scale=True), "lora_adapter_path=None: .* use_rslora=False"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_adapters_of_a_checkpoint_that_contradict_the_keys_are_refused_by_the_key(
+    name: str, tmp_path: Path
+) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "base")
+    saved, key = tmp_path / "ckpt/actor", f"{SECTION}.path"
+    saved.mkdir(parents=True)
+    open_adapted(tmp_path / "base").save(saved)
+    folder = check_folder(str(tmp_path / "base"))
+    require_same_adapters(saved, adapt_folder(folder, ALL, seed=0), key=key)
+    adapters, message = CONTRADICTIONS[name]
+    with pytest.raises(UserError, match=f"^{SECTION}.{message}"):
+        require_same_adapters(saved, adapt_folder(folder, adapters, seed=0), key=key)
+    started = replace(
+        adapt_folder(folder, adapters, seed=0),
+        start=AdapterStart(saved, 0, f"{SECTION}.lora_adapter_path"),
+    )
+    with pytest.raises(UserError, match=f"^{SECTION}.lora_adapter_path='.*ckpt/actor': the check"):
+        require_same_adapters(saved, started, key=key)
+
+
+def test_a_base_that_a_checkpoint_was_not_trained_on_is_named(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "other")
+    _damage_weights(tmp_path / "other")
+    (tmp_path / "actor").mkdir()
+    open_adapted(tmp_path / "base").save(tmp_path / "actor")
+    other = adapt_folder(check_folder(str(tmp_path / "other")), ALL, seed=0)
+    with pytest.raises(UserError, match=r"^model.path='.*/other': the adapters of .*/actor were t"):
+        require_same_adapters(tmp_path / "actor", other, key="model.path")
 
 
 def _damaged(folder: Path, damage: str) -> None:
