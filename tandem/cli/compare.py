@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cli.printing import TableConsole
 from tandem.errors import UserError
 from tandem.metrics.number_format import format_duration, format_number
 from tandem.report.compare import (
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     metric = choose_metric(pair, options.metric)
     limit_percent = _limit(metric, options.limit)
     comparison = compare_runs(pair, metric=metric, limit_percent=limit_percent)
-    console = Console(highlight=False)
+    console = TableConsole(highlight=False)
     for key, log in (("A", pair.a), ("B", pair.b)):
         print(f"{key}  {log.path}")
     console.print(_table(comparison))

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.cli.printing import TableConsole
 from tandem.config.check.device_rules import require_division, require_whole_layers
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
 from tandem.config.derived.sizes import ModelSizes
@@ -72,7 +73,7 @@ class PlanRequest:
         if self.as_json:
             print(json.dumps(plan.to_dict(), indent=2))
         else:
-            print_plan(plan, Console(), with_keys=self.with_keys)
+            print_plan(plan, TableConsole(), with_keys=self.with_keys)
         for error in plan.refusals:
             raise error
         return 0

@@ -13,9 +13,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from tandem.cli.plan import OPTIONS, plan_arguments, print_plan, print_rows, take_option
+from tandem.cli.printing import TableConsole
 from tandem.config.schema.run import RunConfig
 from tandem.planner.advice import SplitAdvice, advise, format_seconds
 from tandem.planner.task_times import TIMES_OPTION, read_times
@@ -43,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         print(json.dumps(plan.to_dict() | {"suggestion": advice.to_dict()}, indent=2))
         return 0
-    console = Console()
+    console = TableConsole()
     print_plan(plan, console, with_keys="--keys" in arguments)
     print_rows("Suggested split, simulated", _rows(advice), console=console)
     line = "no split is faster than the configured one"

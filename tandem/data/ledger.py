@@ -237,8 +237,9 @@ def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
             raise UserError(
                 key,
                 rule=f"{name.replace('_', ' ')} is {value!r} but the checkpoint was made with "
-                f"{saved[name]!r}",
-                remedy="Restore it, or set trainer.resume_mode=disable to start from scratch.",
+                f"{saved[name]!r}, and its place in the data holds for that only",
+                remedy="Restore it, or set trainer.resume_mode=disable to start from scratch; then "
+                "the path of the model may be the checkpoint's folder actor, for its weights.",
             )
 
 

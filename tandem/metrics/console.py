@@ -181,8 +181,11 @@ def console_line(report: StepReport) -> str:
 def compact_line(
     report: StepReport, *, width: int | None = None, total_steps: int | None = None
 ) -> str:
-    """Format the step and its first important numbers that fit into ``width`` characters."""
-    step = f"step {report.step}" + ("" if total_steps is None else f"/{total_steps}")
+    """Format the step and its first important numbers that fit into ``width`` characters.
+
+    A run that only validates has no steps of its own: its ``total_steps`` is 0 and left out.
+    """
+    step = f"step {report.step}" + (f"/{total_steps}" if total_steps else "")
     parts = [step, *(_render(field, report.metrics) for field in _FIELDS)]
     for name, value in report.metrics.items():
         if name.startswith(_VALIDATION_PREFIX) and "/mean@" in name:

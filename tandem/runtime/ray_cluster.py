@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tandem.errors import RunFailure, UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, node_resources
+from tandem.runtime.os_settings import dying_at_once
 from tandem.runtime.ray_node import RayNode, RayNodeError, address_here, start_head
 from tandem.runtime.resources import (
     NodeState,
@@ -175,11 +176,35 @@ def _head_options(
     return options | node_resources(devices, num_cores=cores, settings=plan.settings)
 
 
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Deliver SIGINT behind the block: ended in the middle of it, Ray's library crashes the process
+    at its end. A second one is delivered at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler, received = signal.getsignal(signal.SIGINT), list[int]()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _connect(ray: ModuleType, plan: ClusterPlan, *, address: str, given: Mapping[str, Any]) -> None:
     quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**{**quiet, "address": address, **given})
+        with _deferred_interrupt(), dying_at_once():
+            ray.init(**{**quiet, "address": address, **given})
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         if given and not isinstance(error, ConnectionError):
             raise _not_accepted(given, error) from error

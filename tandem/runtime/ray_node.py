@@ -8,6 +8,7 @@ group, as ``timeout`` and terminals send it, does not reach them: the driver nee
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import re
@@ -29,6 +30,8 @@ import psutil
 from tandem.runtime.os_settings import die_with_parent
 from tandem.runtime.token import token_environment
 
+logger = logging.getLogger(__name__)
+
 _LAST_LINES = 5
 _STARTED = "Ray runtime started"
 _FIRST_EXIT = re.compile(r"(\w+) \[exit code=(-?\d+)")
@@ -48,6 +51,13 @@ _RAY_START = "import sys; sys.modules['grpc'] = None; from ray.scripts.scripts i
 """The command ``ray`` without the package grpc, as if that were not installed. With grpc it opens a
 port, for Ray's client, at which it runs any code that it is sent.
 """
+_LONGEST_SOCKET = (
+    "/tandem-ray-12345678/ray/session_2026-11-26_21-04-03_949198_4194304/sockets/plasma_store.1"
+)
+"""The longest path of a socket that Ray makes within the folder of ``start_head``."""
+_SHORT_FOLDER = "/tmp"
+_MAX_SOCKET_BYTES = 107
+"""The longest path of a socket that Linux takes."""
 _USAGE_CODE = 2
 """The exit code of ``ray start``, as of any program with click, if it does not accept an option."""
 _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
@@ -220,8 +230,8 @@ def start_head(
     Raises:
         RayNodeError: Ray does not start, or does not accept the options.
     """
-    own_folder = Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=options.get("temp_dir")))
-    folder = own_folder / "ray"  # short: in it, Ray makes sockets, of whose paths Linux takes 107
+    own_folder = _make_folder(options.get("temp_dir"))
+    folder = own_folder / "ray"
     defaults = {
         "port": _free_port(),
         "include_dashboard": False,
@@ -249,6 +259,22 @@ def start_head(
         raise
     node.watch_processes()
     return node, address.strip()
+
+
+def _make_folder(parent: Path | str | None) -> Path:
+    """Make a folder in ``parent``, by default in the system's folder for temporary files if the
+    paths of sockets fit there.
+    """
+    place = tempfile.gettempdir() if parent is None else parent
+    if parent is None and len(os.fsencode(place)) + len(_LONGEST_SOCKET) > _MAX_SOCKET_BYTES:
+        logger.warning(
+            "%s: its path is too long for Ray's sockets, which are in %s", place, _SHORT_FOLDER
+        )
+        place = _SHORT_FOLDER
+    try:
+        return Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=place))
+    except OSError as error:
+        raise RayNodeError(str(error), is_usage=parent is not None) from None
 
 
 def _remove(folder: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,8 @@ def changed_settings(
 ) -> tuple[Change, ...]:
     """Return the keys whose values differ from those of an earlier configuration.
 
-    A key that one of the two lacks, because another version of tandem wrote it, is left out.
+    A key that one of the two lacks, because another version of tandem wrote it, is left out. Two
+    paths of one file or folder, such as a relative and an absolute one, do not differ.
     """
     return tuple(sorted(_changes(config, earlier), key=lambda change: change.key))
 
@@ -91,8 +93,17 @@ def _changes(config: RunConfig | SftConfig, earlier: Mapping[str, Any]) -> Itera
     current = json.loads(settings_json(config))
     for name in keys_of(type(config)).keys() - _KEYS_OF_A_START:
         before, after = _value(earlier, name), _value(current, name)
-        if before != after and _MISSING not in (before, after):
+        if not _are_same(before, after) and _MISSING not in (before, after):
             yield Change(name, in_override_grammar(before), in_override_grammar(after))
+
+
+def _are_same(before: Any, after: Any) -> bool:
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_are_same, before, after))  # pyright: ignore
+    if not (isinstance(before, str) and isinstance(after, str)):
+        return before == after
+    paths = [os.path.expanduser(text) for text in (before, after)]
+    return before == after or (all(map(os.path.exists, paths)) and os.path.samefile(*paths))
 
 
 def _value(tree: Any, name: str) -> Any:

@@ -138,7 +138,15 @@ def parse_override(argument: str) -> Assignment:
 
 
 def _check_spelling(argument: str, following: Sequence[str]) -> None:
-    """Raise UserError for typographic quotes and dashes, and for spaces around ``=``."""
+    """Raise UserError for typographic quotes and dashes, for spaces around ``=``, and for bytes
+    that are not UTF-8: Python reads them as lone surrogates, which no record can hold.
+    """
+    if any("\ud800" <= sign <= "\udfff" for sign in argument):
+        raise UserError(
+            repr(argument),
+            rule="has bytes that are no text in UTF-8",
+            remedy="Rename the file or folder, or set a UTF-8 locale, such as LC_ALL=C.UTF-8.",
+        )
     wrong = next((sign for sign in argument if sign in _TYPOGRAPHIC), None)
     if wrong is not None:
         raise UserError(

@@ -115,12 +115,22 @@ def test_a_reader_that_leaves_early_is_no_mistake() -> None:
     assert result.stderr == ""
 
 
-def test_a_reader_that_left_before_the_help_is_no_mistake() -> None:
+@pytest.mark.parametrize("command", ["--help", "compare LOG LOG", "plan --elsewhere"])
+def test_a_reader_that_left_before_the_output_is_no_mistake(command: str, tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2, "train/loss": 0.4}\n')
+    words = command.replace("LOG", str(log)).split()
     unread, written = os.pipe()
     os.close(unread)
-    command = [sys.executable, "-m", "tandem", "--help"]
     result = subprocess.run(
-        command, cwd=ROOT, stdout=written, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "tandem", *words],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdout=written,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     os.close(written)
-    assert (result.returncode, result.stderr) == (EXIT_BROKEN_PIPE, "")
+    assert result.returncode == EXIT_BROKEN_PIPE
+    assert "error" not in result.stderr.lower()

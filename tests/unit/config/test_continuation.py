@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from tandem.config.check.continuation import (
     ANOTHER_EXPERIMENT,
@@ -38,6 +41,25 @@ def test_every_changed_key_is_named_with_both_values() -> None:
         "pools.actor-train.platform: null -> cpu",
         "trainer.max_actor_ckpt_to_keep: null -> 3",
     ]
+
+
+def test_two_paths_of_one_file_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("a.parquet", "b.parquet"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+    def config(folder: str, *, file: str = "a.parquet") -> RunConfig:
+        return run_config(
+            f"actor_rollout_ref.model.path={folder}model", f"data.val_files=[{folder}{file}]"
+        )
+
+    earlier = json.loads(settings_json(config("")))
+    assert changed_settings(config(f"{tmp_path}/"), earlier) == ()
+    other = changed_settings(config(f"{tmp_path}/", file="b.parquet"), earlier)
+    assert [change.key for change in other] == ["data.val_files"]
 
 
 def test_keys_of_a_single_start_do_not_count() -> None:

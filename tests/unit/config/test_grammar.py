@@ -110,6 +110,7 @@ def test_a_home_folder_in_a_list_needs_no_quotes() -> None:
         (["a.b", "=5"], "'a.b': there are spaces around =. Write a.b=5."),
         (["a.b=\u201cx y\u201d"], "has the typographic sign \u201c. Write straight quotes"),
         (["\u2013\u2013learning_rate=1e-6"], "has the typographic sign \u2013"),
+        (["a.b=caf\udce9"], "'a.b=caf\\udce9': has bytes that are no text in UTF-8. Rename"),
         (["--learning_rate", "1e-6"], "Keys are written as KEY=VALUE: actor_rollout_ref.actor.opt"),
         (["--num-generations=8"], "KEY=VALUE: actor_rollout_ref.rollout.n=VALUE."),
     ],

@@ -180,7 +180,9 @@ def test_a_draw_that_is_not_open_cannot_be_closed(uids: list[int]) -> None:
 )
 def test_a_state_of_other_data_or_order_is_refused(change: dict[str, Any], key: str) -> None:
     state = saved(Ledger(ORDER, total_epochs=1))
-    with pytest.raises(UserError, match=f"^{key}: .*the checkpoint was made with"):
+    with pytest.raises(
+        UserError, match=f"^{key}: .*the checkpoint was made with .*folder actor, for its weights"
+    ):
         Ledger(replace(ORDER, **change), total_epochs=1).restore(state)
 
 

@@ -187,3 +187,8 @@ def test_a_pipe_shows_no_phase():
     sink.close()
 
     assert stream.getvalue() == "12:34:56 step 1/2  reward 0.5\n"
+
+
+def test_a_run_that_only_validates_shows_the_step_of_its_checkpoint():
+    report = StepReport(4, {"val-core/gsm8k/acc/mean@1": 0.5})
+    assert compact_line(report, total_steps=0) == "step 4  val gsm8k 0.5"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freed memory is used again without asking the system for it. In a process of its own: threads
-that ended before leave heaps behind.
+"""Freed memory is used again without asking the system for it, and a signal ends a process whose
+handler was replaced. In processes of their own: threads that ended before leave heaps behind.
 """
 
 import ctypes
+import signal
 import subprocess
 import sys
 
@@ -46,3 +47,26 @@ def test_no_page_is_fetched_again_in_any_thread() -> None:
     faults = [int(line) for line in done.stdout.split()]
     assert len(faults) == 2
     assert max(faults) < NUM_PAGES // 100
+
+
+DYING = """
+import os, signal, time
+from tandem.runtime.os_settings import dying_at_once
+
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+with dying_at_once():
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+with dying_at_once():
+    signal.signal(signal.SIGTERM, lambda *_: print("replaced", flush=True))
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+"""
+
+
+def test_a_signal_ends_a_process_although_its_handler_is_replaced() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DYING], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "handled\n")

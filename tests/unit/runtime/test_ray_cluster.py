@@ -153,3 +153,23 @@ def test_a_run_that_cannot_connect_to_its_own_ray_ends_it_and_fails_in_one_line(
             start_ray(library, plan, devices=list, token="")
         assert type(raised.value) is kind and "\n" not in str(raised.value)
     assert closed == ["node", "node"]
+
+
+def test_an_interrupt_waits_for_the_end_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def connect(**_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        steps.append("connected")
+
+    node = SimpleNamespace(close=lambda: steps.append("closed"))
+    library: Any = SimpleNamespace(
+        init=connect, util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    )
+    monkeypatch.setattr(ray_cluster, "start_head", lambda *_, **__: (node, "address"))
+    plan = ClusterPlan("local", ClusterSettings(1, 2))
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        start_ray(library, plan, devices=list, token="")
+    assert steps == ["connected", "closed"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

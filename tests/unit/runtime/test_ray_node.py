@@ -68,11 +68,31 @@ time.sleep(600)
     (folder,) = tmp_path.iterdir()
     assert not node.has_started
     assert address == "10.0.0.1:6379" and folder.stat().st_mode & 0o777 == 0o700
-    longest = folder.name + "/ray/session_2026-11-26_21-04-03_949198_4194304/sockets/plasma_store.1"
-    assert len(f"/tmp/{longest}") <= 107
+    assert len(f"/{folder.name}/ray/") == len("/tandem-ray-12345678/ray/")
     assert (folder / "ray").is_dir()
     node.close()
     assert not folder.exists()
+
+
+def test_a_folder_for_temporary_files_with_a_long_path_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = "import sys; print([word for word in sys.argv if '--temp-dir' in word]); sys.exit(1)"
+    monkeypatch.setattr(ray_node, "_RAY_START", program)
+    long, short = tmp_path / ("long" * 20), Path("/tmp")
+    long.mkdir()
+    for place, used in ((long, short), (short, short)):
+        caplog.clear()
+        monkeypatch.setattr(ray_node.tempfile, "tempdir", str(place))
+        with pytest.raises(RayNodeError, match=rf"--temp-dir={used}/tandem-ray-\w+/ray"):
+            start_head({}, role="local", token="")
+        assert (f"{place}: its path is too long" in caplog.text) == (place != used)
+
+
+def test_a_folder_of_ray_init_that_does_not_exist_is_not_accepted(tmp_path: Path) -> None:
+    with pytest.raises(RayNodeError, match="No such file or directory") as raised:
+        start_head({"temp_dir": tmp_path / "missing"}, role="local", token="")
+    assert raised.value.is_usage
 
 
 def test_a_process_that_is_lost_while_ray_starts_ends_the_start(
