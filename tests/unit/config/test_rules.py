@@ -102,6 +102,16 @@ def test_defaults_and_dapo_fit() -> None:
             ],
             "bypass_mode=True: leaves out the pass over the batch that",
         ),
+        (
+            [
+                "algorithm.use_kl_in_reward=True",
+                "algorithm.kl_ctrl.type=adaptive",
+                "algorithm.kl_ctrl.horizon=1600",
+                f"{ROLLOUT}.n=8",
+                "data.train_batch_size=1024",
+            ],
+            "kl_ctrl.horizon=1600: must be more than a fifth of the 8192 sequences of a step",
+        ),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=None: must name a folder"),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=checkpoints"],
