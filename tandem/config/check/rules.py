@@ -295,6 +295,14 @@ def _sampling_errors(config: RunConfig) -> Iterator[UserError]:
             rule=f"must be at least 2 for {comparing}, which compares the samples of a prompt",
             remedy=f"Set {_ROLLOUT}.n=8.",
         )
+    elif comparing and not rollout.do_sample:
+        yield UserError(
+            f"{_ROLLOUT}.do_sample",
+            False,
+            rule=f"must be True for {comparing}, which compares the samples of a prompt: greedy "
+            "decoding makes them equal",
+            remedy=f"Set {_ROLLOUT}.do_sample=True.",
+        )
     is_greedy = not rollout.do_sample and rollout.temperature != 1
     if is_greedy and (algorithm.rollout_correction.bypass_mode or config.compares_policies):
         yield UserError(

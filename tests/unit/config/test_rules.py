@@ -66,6 +66,10 @@ def test_defaults_and_dapo_fit() -> None:
             ["algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=1"],
             "for algorithm.filter_groups.enable=True",
         ),
+        (
+            ["algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=False"],
+            f"{ROLLOUT}.do_sample=False: must be True for algorithm.filter_groups.enable=True",
+        ),
         ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "temperature=0.0: must be positive with"),
         (
             [
