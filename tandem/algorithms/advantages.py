@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,16 +186,22 @@ def gdpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     for key, weight in zip(keys, weights, strict=True):
         part_N = inputs.parts_N.get(key)
         if part_N is None or part_N[inputs.valid_N].isnan().any():
-            raise UserError(
-                "algorithm.gdpo_reward_keys",
-                key,
-                rule="the reward of a sample has no number of this name "
-                f"(it has: {', '.join(inputs.parts_N)})",
-                remedy="Return it for every sample, or correct the name.",
-            )
+            raise _lacking_part(key, part_N, inputs=inputs)
         total_N += weight * _normalised(_group_statistics(inputs, part_N), settings)
     whitened_R = _whiten(_broadcast(total_N, inputs), inputs)
     return Advantages(whitened_R, whitened_R)
+
+
+def _lacking_part(key: str, part_N: Tensor | None, *, inputs: AdvantageInputs) -> UserError:
+    rule = (
+        f"the reward of a sample has no number of this name (it has: {', '.join(inputs.parts_N)})"
+    )
+    if part_N is not None:
+        num_lacking = int(part_N[inputs.valid_N].isnan().sum())
+        num_valid = int(inputs.valid_N.sum())
+        rule = f"{num_lacking} of {num_valid} samples have no number of this name"
+    remedy = "Return it for every sample, or correct the name."
+    return UserError("algorithm.gdpo_reward_keys", key, rule=rule, remedy=remedy)
 
 
 def grpo_passk(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
@@ -361,7 +368,9 @@ def estimate_advantages(inputs: AdvantageInputs, settings: AlgorithmConfig) -> A
         raise _not_advantages(name, f"returned {type(found).__name__}")
     expected = inputs.token_rewards_R
     for column in ("advantages_R", "returns_R"):
-        values_R: Tensor = getattr(found, column)
+        values_R: Any = getattr(found, column)
+        if not isinstance(values_R, Tensor):
+            raise _not_advantages(name, f"returned {column} of type {type(values_R).__name__}")
         if values_R.shape != expected.shape or values_R.dtype != expected.dtype:
             raise _not_advantages(
                 name, f"returned {column} of shape {tuple(values_R.shape)} and {values_R.dtype}"

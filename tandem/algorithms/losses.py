@@ -265,22 +265,43 @@ def compute_loss(terms: PolicyTerms, settings: ActorConfig, *, loss_mode: str) -
 
     Raises:
         UserError: a user's function cannot be imported, or does not return ``TokenLosses`` of
-            tensors (R,).
+            tensors (R,), bool but for ``loss_R``.
     """
     if loss_mode in POLICY_LOSSES:
         return POLICY_LOSSES[loss_mode](terms, settings)
     found: Any = import_dotted(_KEY, loss_mode)(terms, settings)
-    shape = terms.logp_R.shape
-    fields = ("loss_R", "clipped_R", "clipped_lower_R")
+    fault = _fault(found, terms.logp_R.shape)
+    if fault is not None:
+        raise _not_losses(loss_mode, fault)
+    return found
+
+
+def require_gradient(loss: Tensor, *, loss_mode: str) -> None:
+    """Raise UserError if no gradient flows through the loss of a policy in training."""
+    if not loss.requires_grad:
+        raise _not_losses(loss_mode, "returned loss_R without a gradient")
+
+
+def _fault(found: Any, shape: torch.Size) -> str | None:
+    """Return why the result of a user's function is no ``TokenLosses`` of tensors of a shape."""
     if not isinstance(found, TokenLosses):
-        fault = f"returned {type(found).__name__}"
-    elif wrong := [field for field in fields if getattr(found, field).shape != shape]:
-        fault = f"returned {wrong[0]} of shape {tuple(getattr(found, wrong[0]).shape)}"
-    else:
-        return found
-    raise UserError(
+        return f"returned {type(found).__name__}"
+    for name in ("loss_R", "clipped_R", "clipped_lower_R"):
+        value: Any = getattr(found, name)
+        if not isinstance(value, Tensor):
+            return f"returned {name} of type {type(value).__name__}"
+        if value.shape != shape:
+            return f"returned {name} of shape {tuple(value.shape)}"
+        if name != "loss_R" and value.dtype != torch.bool:
+            return f"returned {name} of {value.dtype}, not bool"
+    return None
+
+
+def _not_losses(loss_mode: str, fault: str) -> UserError:
+    return UserError(
         _KEY,
         loss_mode,
         rule=fault,
-        remedy="Return tandem.algorithms.losses.TokenLosses, one entry for each response token.",
+        remedy="Return tandem.algorithms.losses.TokenLosses, one entry for each response token. "
+        "loss_R depends on logp_R, and the others are bool.",
     )

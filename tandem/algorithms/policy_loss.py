@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.algorithms.covariance import mark_tokens
 from tandem.algorithms.kl import estimate_kl
-from tandem.algorithms.losses import PolicyTerms, TokenLosses, compute_loss
+from tandem.algorithms.losses import PolicyTerms, TokenLosses, compute_loss, require_gradient
 from tandem.algorithms.off_policy import (
     CLIPPED,
     REJECTED,
@@ -122,6 +122,8 @@ class PolicyLoss:
             kl = self._kl_term(inputs)
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + settings.kl_loss_coef * kl
+        if inputs.score_R.requires_grad:
+            require_gradient(loss, loss_mode=self.loss_mode)
         metrics["actor/loss"] = loss.detach()
         return LossOutputs(loss=loss, metrics=metrics)
 

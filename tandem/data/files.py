@@ -7,6 +7,7 @@ opened, which keeps the planner light.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -257,12 +258,12 @@ def _holds_array(path: Path) -> bool:
     if path.suffix.lower() == ".jsonl":
         return False
     with path.open("rb") as content:
-        return content.read(64).lstrip().startswith(b"[")
+        return content.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_array(path: Path, key: str) -> list[Row]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         rule = f"not valid JSON ({error})"
         raise UserError(key, str(path), rule=rule, remedy="Correct the file.") from error

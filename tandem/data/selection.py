@@ -74,19 +74,27 @@ def _custom_rows(
             remedy="Change its parameters. It gets no tokenizer, because tandem tokenises rows.",
         ) from error
     made = factory(data_files=list(files), config=config)
-    if not hasattr(made, "__iter__") and hasattr(made, "__len__"):
-        made = (made[index] for index in range(len(made)))
+    if not hasattr(made, "__iter__") and hasattr(made, "__getitem__") and hasattr(made, "__len__"):
+        made = [made[index] for index in range(len(made))]
+    if not hasattr(made, "__iter__"):
+        raise _wrong_rows(factory, f"returned {type(made).__name__}, not rows", config=config)
     rows = [dict(row) if isinstance(row, Mapping) else row for row in made]
     wrong = next((index for index, row in enumerate(rows) if not isinstance(row, dict)), None)
     if wrong is not None or not rows:
         fault = "made no rows" if not rows else f"made row {wrong}, which is not a mapping"
-        raise UserError(
-            f"{_CUSTOM}.path",
-            config.custom_cls.path,
-            rule=f"{factory.__name__} {fault}",
-            remedy="Return mappings of verl's schema.",
-        )
+        raise _wrong_rows(factory, fault, config=config)
     return rows
+
+
+def _wrong_rows(
+    factory: Callable[..., Any], fault: str, *, config: DataConfig | SftDataConfig
+) -> UserError:
+    return UserError(
+        f"{_CUSTOM}.path",
+        config.custom_cls.path,
+        rule=f"{factory.__name__} {fault}",
+        remedy="Return mappings of verl's schema.",
+    )
 
 
 def choose_rows(num_rows: int, max_samples: int, *, shuffle: bool, seed: int) -> list[int]:

@@ -25,7 +25,7 @@ from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.rate_limit import RateLimitedRewards, RateLimits
 from tandem.rewards.routing import check_sources, runs_programs
 from tandem.rewards.scoring import ENVIRONMENT_KEY, RewardSpec
-from tandem.types import EpisodeEnd, EpisodeRecord, RewardRequest
+from tandem.types import EpisodeEnd, EpisodeRecord, RewardOutcome, RewardRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ def check_rewards(config: RunConfig, entries: Sequence[PromptRow | PromptEntry])
     """Raise UserError unless the built-in rules or the user's functions can score ``entries``.
 
     Functions are tried on the first entry: with its ground truth as the response, and if that
-    fails, with an empty response.
+    fails, with an empty response. The result must have the numbers that the estimator and dynamic
+    sampling read.
     """
     if not entries:
         return
@@ -62,7 +63,28 @@ def check_rewards(config: RunConfig, entries: Sequence[PromptRow | PromptEntry])
         )
         for response in (str(first.ground_truth), "")
     ]
-    complete(lambda: check_reward(spec, _limits(config), trials=trials))
+    outcome = complete(lambda: check_reward(spec, _limits(config), trials=trials))
+    if outcome is not None and not first.agent and not config.reward_model.enable:
+        _require_numbers(config, outcome)
+
+
+def _require_numbers(config: RunConfig, outcome: RewardOutcome) -> None:
+    """Raise UserError unless an outcome has the numbers that keys of ``algorithm`` name."""
+    algorithm, numbers = config.algorithm, ("score", *outcome.extra)
+    wanted: list[tuple[str, str]] = []
+    if algorithm.adv_estimator == "gdpo":
+        wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":
+        wanted.append(("algorithm.filter_groups.metric", "acc"))
+    for key, name in wanted:
+        if name not in numbers:
+            raise UserError(
+                key,
+                name,
+                rule="the reward of the first row has no number of this name (it has: "
+                f"{', '.join(numbers)})",
+                remedy="Return it for every sample, or name another one.",
+            )
 
 
 def check_own_rewards(

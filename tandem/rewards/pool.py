@@ -287,8 +287,10 @@ class RewardPool:
 
 async def check_reward(
     spec: RewardSpec, limits: RewardLimits, *, trials: Sequence[RewardRequest] = ()
-) -> None:
+) -> RewardOutcome | None:
     """Load the reward in a child process and try it, then end the process.
+
+    Return the outcome of the trial that succeeded, None without trials.
 
     Args:
         trials: requests that are tried one after another until one succeeds.
@@ -302,9 +304,10 @@ async def check_reward(
         for trial in trials:
             (outcome,) = await pool.score([trial])
             if outcome.status is RewardStatus.VALUE:
-                return
+                return outcome
         if outcome is not None:
             raise _refused(spec, outcome)
+    return None
 
 
 def _refused(spec: RewardSpec, outcome: RewardOutcome) -> UserError:

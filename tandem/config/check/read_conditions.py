@@ -93,10 +93,15 @@ def _every_seed_is_set(config: Config) -> bool:
 
 
 def _aggregates_by_sequence(config: RunConfig) -> bool:
-    """Return whether no term of the loss is aggregated by ``loss_agg_mode``."""
-    actor = config.actor_rollout_ref.actor
+    """Return whether no term of a loss is aggregated by the actor's ``loss_agg_mode``.
+
+    The critic takes the mode of the actor if it has none of its own.
+    """
+    actor, critic = config.actor_rollout_ref.actor, config.critic
     has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
-    return actor.policy_loss.traits.is_sequence_level and not has_other_terms
+    is_followed = config.uses_critic and critic.loss_agg_mode == actor.loss_agg_mode
+    is_sequence_level = actor.policy_loss.traits.is_sequence_level and not _reinforces(config)
+    return is_sequence_level and not has_other_terms and not is_followed
 
 
 def _reinforces(config: RunConfig) -> bool:

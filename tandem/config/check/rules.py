@@ -104,6 +104,7 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _critic_errors(config)
     yield from _reward_function_errors(config)
     yield from _estimator_errors(config)
+    yield from _kl_errors(config)
     yield from _overlong_errors(config)
     if config.reward_model.enable:
         yield from _reward_model_errors(config)
@@ -316,6 +317,14 @@ def _sampling_errors(config: RunConfig) -> Iterator[UserError]:
             rule=f"must be at least 2 for {comparing}, which compares the samples of a prompt",
             remedy=f"Set {_ROLLOUT}.n=8.",
         )
+    elif comparing and not rollout.do_sample:
+        yield UserError(
+            f"{_ROLLOUT}.do_sample",
+            False,
+            rule=f"must be True for {comparing}, which compares the samples of a prompt: greedy "
+            "decoding makes them equal",
+            remedy=f"Set {_ROLLOUT}.do_sample=True.",
+        )
     is_greedy = not rollout.do_sample and rollout.temperature != 1
     if is_greedy and (algorithm.rollout_correction.bypass_mode or config.compares_policies):
         yield UserError(
@@ -421,6 +430,24 @@ def _estimator_errors(config: RunConfig) -> Iterator[UserError]:
             rule="must be False with algorithm.adv_estimator=gdpo, which reads the parts of the "
             "reward and not their sum with the KL",
             remedy=f"Set {key}=False and {_ACTOR}.use_kl_loss=True.",
+        )
+
+
+def _kl_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error if one step can take the adaptive coefficient of the KL below 0.
+
+    A step of N sequences multiplies it by at least 1 - 0.2 * N / horizon.
+    """
+    control, num_sequences = config.algorithm.kl_ctrl, config.sequences_per_step
+    is_adaptive = config.algorithm.use_kl_in_reward and control.type == "adaptive"
+    if is_adaptive and 5 * control.horizon <= num_sequences:
+        key = "algorithm.kl_ctrl.horizon"
+        yield UserError(
+            key,
+            control.horizon,
+            rule=f"must be more than a fifth of the {num_sequences} sequences of a step, or a step "
+            "can make the coefficient negative",
+            remedy=f"Set {key}={num_sequences} or higher.",
         )
 
 

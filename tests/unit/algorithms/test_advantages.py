@@ -4,12 +4,14 @@
 import math
 import statistics
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tandem.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from tandem.algorithms.advantages import ADVANTAGES, AdvantageInputs, estimate_advantages
 from tandem.algorithms.kl import place_scores
+from tandem.config.schema.algorithm import AlgorithmConfig
 from tandem.errors import UserError
 
 LENGTHS = [3, 1, 5, 2, 4, 6]
@@ -279,6 +281,31 @@ def test_gdpo_names_the_number_that_a_reward_lacks():
     lacking = {"right": inputs.parts_N["right"], "style": torch.zeros(len(LENGTHS))}
     with pytest.raises(UserError, match="gdpo_reward_keys='form': .*it has: right, style"):
         estimate("gdpo", replace(inputs, parts_N=lacking))
+
+
+def test_gdpo_counts_the_samples_that_lack_a_number():
+    inputs = dense_inputs()
+    form_N = torch.zeros(len(LENGTHS))
+    form_N[:2] = math.nan
+    parts = {"right": inputs.parts_N["right"], "form": form_N}
+    num_valid = int(inputs.valid_N.sum())
+    lacking = int((inputs.valid_N & form_N.isnan()).sum())
+    fault = f"{lacking} of {num_valid} samples have no number of this name"
+    with pytest.raises(UserError, match=f"gdpo_reward_keys='form': {fault}"):
+        estimate("gdpo", replace(inputs, parts_N=parts))
+
+
+def test_an_estimator_of_the_user_that_returns_no_tensor_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "estimator_of_one.py").write_text(
+        "from tandem.algorithms.advantages import Advantages\n"
+        "def own(inputs, settings): return Advantages(inputs.token_rewards_R, None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = AlgorithmConfig(adv_estimator="estimator_of_one:own")
+    with pytest.raises(UserError, match="returned returns_R of type NoneType"):
+        estimate_advantages(dense_inputs(), settings)
 
 
 def naive_token_baseline(inputs: AdvantageInputs) -> list[float]:

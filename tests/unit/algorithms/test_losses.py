@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.algorithms.losses import PolicyTerms, compute_loss
 from tandem.config.schema.actor import ActorConfig, PolicyLossConfig
+from tandem.errors import UserError
 
 SETTINGS = ActorConfig(
     clip_ratio_low=0.1,
@@ -155,3 +157,27 @@ def test_cispo_without_a_lower_bound_only_caps_its_weights() -> None:
     ratio_R = (terms.logp_R - terms.old_logp_R).detach().exp()
     torch.testing.assert_close(slope_R, -terms.advantages_R * ratio_R.clamp(max=1.15))
     assert (ratio_R < 0.9).any()
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        ("loss_R", "returned Tensor"),
+        ("TokenLosses(loss_R, None, never_R)", "returned clipped_R of type NoneType"),
+        ("TokenLosses(loss_R.mean(), never_R, never_R)", r"returned loss_R of shape \(\)"),
+        ("TokenLosses(loss_R, never_R, loss_R)", "returned clipped_lower_R of torch.float32"),
+    ],
+)
+def test_a_loss_of_the_user_with_a_wrong_result_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: str, fault: str
+) -> None:
+    module = f"losses_{abs(hash(result))}"
+    (tmp_path / f"{module}.py").write_text(
+        "from tandem.algorithms.losses import TokenLosses\n"
+        "def own(terms, settings):\n"
+        "    loss_R, never_R = -terms.logp_R, terms.logp_R > 9\n"
+        f"    return {result}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=f"loss_mode='{module}:own': {fault}"):
+        compute_loss(random_terms(seed=6), SETTINGS, loss_mode=f"{module}:own")

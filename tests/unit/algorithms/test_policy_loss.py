@@ -3,12 +3,14 @@
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.algorithms.losses import POLICY_LOSSES
 from tandem.algorithms.sequences import AGGREGATIONS
+from tandem.errors import UserError
 from tandem.types import LossColumns, LossInputs, LossScale
 from tests.fakes.losses import PLAIN, changed
 
@@ -220,3 +222,19 @@ def test_metrics_are_detached_scalars():
 
 def test_it_survives_pickling():
     assert pickle.loads(pickle.dumps(FULL)) == FULL
+
+
+def test_a_loss_of_the_user_without_a_gradient_is_refused_unless_another_term_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loss_without_gradient.py").write_text(
+        "from tandem.algorithms.losses import TokenLosses\n"
+        "def own(terms, settings):\n"
+        "    never_R = terms.logp_R > 9\n"
+        "    return TokenLosses(-terms.logp_R.detach(), never_R, never_R)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mode = "loss_without_gradient:own"
+    with pytest.raises(UserError, match=f"loss_mode='{mode}': returned loss_R without a gradient"):
+        replace(PLAIN, loss_mode=mode)(random_inputs())
+    assert replace(FULL, loss_mode=mode)(random_inputs()).loss.requires_grad

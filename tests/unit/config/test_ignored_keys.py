@@ -267,6 +267,22 @@ def test_the_aggregation_of_sequence_losses_is_their_own_unless_other_terms_foll
     assert reasons(*gspo, f"{ACTOR}.entropy_coeff=0.01") == {}
 
 
+def test_the_aggregation_of_the_actor_has_an_effect_on_a_critic_that_follows_it() -> None:
+    mode = f"{ACTOR}.loss_agg_mode"
+    gspo = (f"{ACTOR}.policy_loss.loss_mode=gspo", f"{mode}=token-sum")
+    critic = "algorithm.adv_estimator=gae"
+    assert reasons(*gspo, critic) == {}
+    assert list(reasons(*gspo, critic, "critic.loss_agg_mode=token-mean")) == [mode]
+
+
+def test_the_aggregation_has_an_effect_on_the_loss_that_reinforce_puts_in_place() -> None:
+    correction = "algorithm.rollout_correction"
+    reinforce = (f"{correction}.bypass_mode=True", f"{correction}.loss_type=reinforce")
+    mode = f"{ACTOR}.loss_agg_mode"
+    gspo = (f"{ACTOR}.policy_loss.loss_mode=gspo", f"{mode}=token-sum")
+    assert mode not in reasons(*gspo, *reinforce)
+
+
 def test_the_length_of_a_schedule_without_slope_has_no_effect() -> None:
     length = f"{ACTOR}.optim.total_training_steps=9"
     assert list(reasons(length)) == [f"{ACTOR}.optim.total_training_steps"]

@@ -66,6 +66,10 @@ def test_defaults_and_dapo_fit() -> None:
             ["algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=1"],
             "for algorithm.filter_groups.enable=True",
         ),
+        (
+            ["algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=False"],
+            f"{ROLLOUT}.do_sample=False: must be True for algorithm.filter_groups.enable=True",
+        ),
         ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "temperature=0.0: must be positive with"),
         (
             [
@@ -101,6 +105,16 @@ def test_defaults_and_dapo_fit() -> None:
                 "algorithm.rollout_correction.bypass_mode=True",
             ],
             "bypass_mode=True: leaves out the pass over the batch that",
+        ),
+        (
+            [
+                "algorithm.use_kl_in_reward=True",
+                "algorithm.kl_ctrl.type=adaptive",
+                "algorithm.kl_ctrl.horizon=1600",
+                f"{ROLLOUT}.n=8",
+                "data.train_batch_size=1024",
+            ],
+            "kl_ctrl.horizon=1600: must be more than a fifth of the 8192 sequences of a step",
         ),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=None: must name a folder"),
         (

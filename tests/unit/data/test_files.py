@@ -37,6 +37,14 @@ def test_json_lines_may_have_the_suffix_json(tmp_path: Path) -> None:
     assert count_rows([str(path)]) == 2
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_byte_order_mark_is_no_content(name: str, rows: Rows, write: Callable[..., str]) -> None:
+    path = Path(write(rows, name))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert count_rows([str(path)]) == 7
+    assert read_rows([str(path)]) == rows
+
+
 def test_home_is_expanded(
     rows: Rows, write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,3 +56,47 @@ def test_only_validation_can_do_without_files() -> None:
     assert read_used_rows(config, validation=True).rows == {}
     with pytest.raises(UserError, match=r"^data\.train_files=\[\]"):
         read_used_rows(config, validation=False)
+
+
+INDEXED = """
+class Rows:
+    def __init__(self, data_files, config):
+        self.files = data_files
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"prompt": f"{self.files[0]} {index}"}
+
+
+def nothing(data_files, config):
+    return None
+
+
+class Unsized:
+    def __init__(self, data_files, config):
+        pass
+
+    def __len__(self):
+        return 3
+"""
+
+
+def made_by(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the rows that a class or function of ``INDEXED`` makes."""
+    file = folder / "indexed.py"
+    file.write_text(INDEXED)
+    keys = {"train_files": ["a"], "custom_cls": {"path": str(file), "name": name}}
+    config = DataConfig.model_validate(keys)
+    return list(read_used_rows(config, validation=False).rows.values())
+
+
+def test_a_data_set_may_have_a_length_and_items_as_those_of_torch(tmp_path: Path) -> None:
+    assert made_by(tmp_path, "Rows") == [{"prompt": f"a {index}"} for index in range(3)]
+
+
+@pytest.mark.parametrize("name", ["nothing", "Unsized"])
+def test_a_data_set_that_is_none_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} returned \w+, not rows\. Return mappings"):
+        made_by(tmp_path, name)

@@ -132,3 +132,32 @@ def test_a_reward_that_misses_a_variable_is_told_what_to_name(readers: Path, fil
     assert f"KeyError: 'JUDGE_KEY' ({file}:" in message
     assert "reward.environment=[JUDGE_KEY]" in message
     assert "secret" not in message
+
+
+PARTS = """
+def parts(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, "right": 1.0, "form": 0.5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[right,style]"],
+            "algorithm.gdpo_reward_keys='style': .*it has: score, right, form",
+        ),
+        (
+            ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"],
+            "algorithm.filter_groups.metric='acc': the reward of the first row has no number",
+        ),
+    ],
+)
+def test_numbers_that_the_reward_lacks_are_missed_before_the_start(
+    tmp_path: Path, keys: list[str], message: str
+) -> None:
+    file = tmp_path / "parts.py"
+    file.write_text(PARTS)
+    with pytest.raises(UserError, match=message):
+        check(f"{file}:parts", *keys)
+    check(f"{file}:parts", keys[0], "algorithm.gdpo_reward_keys=[right,score]")
