@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.data.ledger import Source
 from tandem.driver.continuation import require_same_experiment
+from tandem.driver.origins import Digests, origins_of, require_same_origins, write_origins
 from tandem.driver.set_aside import set_aside, set_dumps_aside
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
@@ -56,11 +57,13 @@ class Start:
         store: the checkpoints of the run.
         checkpoint: the checkpoint to resume; None for a new run.
         changes: the settings that differ from those that made the checkpoint.
+        origins: the digests of what is read beside the checkpoint.
     """
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
     changes: tuple[Change, ...] = ()
+    origins: Digests = field(default_factory=dict[str, dict[str, str]])
 
 
 @contextmanager
@@ -122,12 +125,14 @@ def _start(
     key: str,
     total_steps: int,
 ) -> Start:
-    checkpoint = find_checkpoint(config.trainer, store)
+    checkpoint, origins = find_checkpoint(config.trainer, store), origins_of(config, model)
     if checkpoint is None:
-        return Start(store, None)
+        return Start(store, None, origins=origins)
     require_fitting(checkpoint, source, model=model, key=key)
     changes = require_same_experiment(config, checkpoint, total_steps=total_steps)
-    return Start(store, checkpoint, changes)
+    is_wanted = config.trainer.resume_mode == "resume_path" or config.trainer.val_only
+    require_same_origins(origins, checkpoint, is_wanted=is_wanted)
+    return Start(store, checkpoint, changes, origins)
 
 
 def require_writable(folder: Path) -> None:
@@ -163,6 +168,8 @@ def begin_records(config: RunConfig | SftConfig, start: Start) -> None:
     with name_unwritable(config.trainer.run_folder):
         _make_room(config.trainer, start)
         _write_config(config, start)
+        if not config.trainer.val_only:
+            write_origins(start.origins, config.trainer.run_folder)
         log = config.trainer.run_folder / REWARD_LOG_FILE
         if log.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(log))

@@ -23,6 +23,7 @@ from tandem.metrics.sinks import EVENTS_FOLDER
 from tandem.metrics.trace import TRACE_FILE
 from tandem.report.run_folder import (
     EXPORT_FOLDER,
+    ORIGINS_FILE,
     REPORT_FILE,
     RESTARTS_FILE,
     SETTINGS_FILE,
@@ -35,6 +36,7 @@ _OTHERS = (
     TRACE_FILE,
     CONFIG_NAME,
     SUMMARY_FILE,
+    ORIGINS_FILE,
     REPORT_FILE,
     RESTARTS_FILE,
     REWARD_LOG_FILE,

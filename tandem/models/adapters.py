@@ -297,13 +297,26 @@ def base_digest(folder: Path) -> str:
     except UserError:
         files = []
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as content:
-            for index in range(_SAMPLES):
-                content.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(content.read(_SAMPLE_BYTES))
+        for part in _samples_of(file):
+            digest.update(part)
     return digest.hexdigest()
+
+
+def file_digest(file: Path) -> str:
+    """Return a hash of a file's name, its size and samples of it; at most 1 MiB is read."""
+    digest = hashlib.sha256()
+    for part in _samples_of(file):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _samples_of(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    yield f"{file.name} {size}".encode()
+    with file.open("rb") as content:
+        for index in range(_SAMPLES):
+            content.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            yield content.read(_SAMPLE_BYTES)
 
 
 def _has_weights(folder: Path) -> bool:
