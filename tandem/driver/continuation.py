@@ -60,6 +60,7 @@ def require_same_experiment(
             "the change is meant, set trainer.resume_mode=resume_path and "
             f"trainer.resume_from_path={checkpoint.folder}.",
         )
+    _require_critic(config, checkpoint)
     if changes and checkpoint.step >= total_steps and not trainer.val_only:
         raise UserError(
             "trainer.total_training_steps",
@@ -73,6 +74,20 @@ def require_same_experiment(
     if changes:
         logger.warning("settings changed since step %d: %s", checkpoint.step, _listed(changes))
     return changes
+
+
+def _require_critic(config: RunConfig | SftConfig, checkpoint: Checkpoint) -> None:
+    """Raise UserError if a critic shall be trained on that the checkpoint does not have."""
+    if isinstance(config, SftConfig) or config.trainer.val_only or not config.uses_critic:
+        return
+    if not (checkpoint.folder / "critic").is_dir():
+        raise UserError(
+            "algorithm.adv_estimator",
+            str(config.algorithm.adv_estimator),
+            rule=f"it needs a critic, and {checkpoint.folder} has none",
+            remedy="Set it back, or start anew from its policy: trainer.resume_mode=disable and "
+            f"actor_rollout_ref.model.path={checkpoint.folder / 'actor'}.",
+        )
 
 
 def _has_what_is_frozen(checkpoint: Checkpoint, *, key: str) -> bool:

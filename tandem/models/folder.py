@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tandem.config.derived.adapters import Adapters, read_adapters
+from tandem.config.derived.latent import LATENT_FAMILIES
 from tandem.config.derived.vision import read_normalisation
 from tandem.config.schema.families import (
     NATIVE_FAMILIES,
@@ -162,7 +163,7 @@ def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> Model
             folder.key,
             str(folder.path),
             rule=f"adapters of a model of type {model_type!r} are not built",
-            remedy=f"Use a model of {', '.join(FAMILIES)}.",
+            remedy=f"Use a model of {', '.join(sorted(FAMILIES.keys() - LATENT_FAMILIES))}.",
         )
     folder = freeze_tower(folder)
     assert folder.decoder_config is not None, "it stays"

@@ -16,7 +16,7 @@ from typing import Any
 from tandem.config.derived.model_types import rope_kind, rope_settings
 from tandem.config.derived.model_values import require_size
 
-_FAMILIES = ("deepseek_v2", "deepseek_v3")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def latent_of(hf_config: Mapping[str, Any]) -> LatentConfig | None:
     Raises:
         UserError: a size is missing.
     """
-    if hf_config.get("model_type") not in _FAMILIES:
+    if hf_config.get("model_type") not in LATENT_FAMILIES:
         return None
     has_query_rank = hf_config.get("q_lora_rank") is not None
     return LatentConfig(
