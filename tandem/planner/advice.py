@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.config.check.async_rules import time_sharing_errors
 from tandem.config.check.device_rules import run_device_errors
-from tandem.config.check.rules import time_sharing_errors
 from tandem.config.derived.pools import HALVES, needed_tasks, place_run
 from tandem.config.parse.shares import show_groups
 from tandem.config.schema.run import RunConfig

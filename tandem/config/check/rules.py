@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from tandem.config.check.async_rules import asynchronous_errors
 from tandem.config.check.device_rules import run_device_errors, sft_device_errors
 from tandem.config.check.expert_rules import replay_errors
 from tandem.config.derived.microbatches import (
@@ -88,9 +89,7 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _template_errors(config.data.apply_chat_template_kwargs)
     yield from _batch_errors(config)
     yield from run_device_errors(config)
-    yield from _async_errors(config)
-    yield from _round_errors(config)
-    yield from _wave_errors(config)
+    yield from asynchronous_errors(config)
     yield from _replacement_errors(config)
     yield from _token_errors(config)
     yield from _sampling_errors(config)
@@ -174,64 +173,6 @@ def _schedule_errors(optim: OptimConfig, *, section: str) -> Iterator[UserError]
         )
 
 
-def _async_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield an error unless generation has devices of its own or alternates with training.
-
-    Generation alternates with training if a group holds both tasks and ``hybrid_engine=False``; a
-    hybrid engine means that they follow each other in every step.
-    """
-    key = "trainer.async_pipeline"
-    if not config.trainer.async_pipeline or place_run(config).generates_apart:
-        return
-    if not config.trainer.separated_node_tasks:
-        halves = ", which gives generation half of the devices"
-        yield UserError(
-            key,
-            True,
-            rule="generation must have devices of its own, or take turns with training",
-            remedy="Set actor_rollout_ref.hybrid_engine=False"
-            f"{halves if config.trainer.num_devices > 1 else ''}; to take turns, also set "
-            "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]] "
-            "trainer.separated_node_ratios=[1.0]. Or set trainer.async_pipeline=False.",
-        )
-    elif config.actor_rollout_ref.hybrid_engine:
-        yield UserError(
-            key,
-            True,
-            rule="generate is in the group of actor-train, and a hybrid engine runs these tasks "
-            "one after the other in every step",
-            remedy="Set actor_rollout_ref.hybrid_engine=False to let them take turns, or take "
-            "generate out of that group in trainer.separated_node_tasks, or set "
-            "trainer.async_pipeline=False.",
-        )
-    elif config.trainer.max_lag > 0:
-        yield from time_sharing_errors(config)
-
-
-def _round_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield an error if rounds, which are whole batches, shall begin a part of a batch ahead."""
-    trainer = config.trainer
-    if trainer.deterministic_async and trainer.batches_ahead != trainer.max_lag:
-        yield UserError(
-            "trainer.generate_ahead_steps",
-            trainer.generate_ahead_steps,
-            rule="trainer.deterministic_async=True generates whole batches",
-            remedy=f"Set trainer.generate_ahead_steps={trainer.max_lag}.",
-        )
-
-
-def _wave_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield an error if turns shall be drawn in waves while the trainer changes the weights."""
-    if config.actor_rollout_ref.rollout.full_determinism and config.trainer.max_lag > 0:
-        yield UserError(
-            f"{_ROLLOUT}.full_determinism",
-            True,
-            rule="steps are generated ahead (trainer.generate_ahead_steps="
-            f"{config.trainer.generate_ahead_steps:g}), where time decides which weights draw",
-            remedy="Set trainer.async_pipeline=False, or leave it out.",
-        )
-
-
 def _replacement_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield an error if workers that only generate shall be replaced, and cannot be."""
     rollout = config.actor_rollout_ref.rollout
@@ -255,21 +196,6 @@ def _replacement_errors(config: RunConfig) -> Iterator[UserError]:
             f"{rollout.ranks_per_engine}) is not replaced",
             remedy="Leave it out; trainer.max_restarts starts the run again.",
         )
-
-
-def time_sharing_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield an error for each key that keeps sequences from continuing with new weights.
-
-    They must continue if trainer and rollout take turns on the same devices.
-    """
-    rule = "generate is in the group of actor-train, where sequences continue with new weights"
-    apart = "take generate out of that group in trainer.separated_node_tasks."
-    if config.trainer.deterministic_async:
-        key = "trainer.deterministic_async"
-        yield UserError(key, True, rule=rule, remedy=f"Set {key}=False, or {apart}")
-    if not config.actor_rollout_ref.rollout.partial_rollout:
-        key = f"{_ROLLOUT}.partial_rollout"
-        yield UserError(key, False, rule=rule, remedy=f"Set {key}=True, or {apart}")
 
 
 def _token_errors(config: RunConfig) -> Iterator[UserError]:

@@ -39,7 +39,7 @@ from tandem.config.parse.messages import (
     unknown_key,
 )
 from tandem.config.parse.names import ALIASES, chooses_built_option
-from tandem.config.parse.separate import SEPARATE_SECTIONS, with_separate_devices
+from tandem.config.parse.separate import with_separate_devices
 from tandem.config.parse.yaml_content import short_cause
 from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
@@ -126,7 +126,7 @@ def load_config(
         own_warnings: tuple[str, ...] = ()
         if isinstance(config, RunConfig):
             config, became = with_separate_devices(config)
-            own_warnings = (f"{SEPARATE_SECTIONS} are read as {became}",) if became else ()
+            own_warnings = (became,) if became else ()
     except UserError as error:
         raise _as_written(error, written.spellings) from error
     return LoadedConfig(

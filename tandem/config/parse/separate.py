@@ -6,6 +6,7 @@ mini-batches, and then gives the weights to the rollout. Here these mini-batches
 may generate ``1 + staleness_threshold`` batches between two transfers, which is what
 ``trainer.generate_ahead_steps`` means, of which the threshold is another name. verl counts the
 devices that train and those that generate apart, and tandem counts all of them and gives shares.
+``main_ppo`` with ``trainer.v1.trainer_mode`` generates whole batches ahead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 
 SEPARATE_SECTIONS = "async_training.* and rollout.*"
+V1_SECTION = "trainer.v1.*"
 TRAINING_TASKS = ("actor-train", "logp", "ref_logp")
 HOST_DEVICES = 8
 """Devices of as many are taken for those of one host, where verl's keys leave it open."""
@@ -32,20 +34,26 @@ RESULTS = (
     "trainer.n_gpus_per_node",
     "trainer.separated_node_tasks",
     "trainer.separated_node_ratios",
+    "trainer.async_pipeline",
+    "trainer.generate_ahead_steps",
     "algorithm.rollout_correction.bypass_mode",
 )
 """The keys that verl's decide."""
 
 
 def with_separate_devices(config: RunConfig) -> tuple[RunConfig, str]:
-    """Return a configuration without ``async_training.*`` and ``rollout.*``, and what they became.
+    """Return a configuration with verl's keys in terms of tandem's, and a warning that names them.
 
-    It is ``config`` itself, and "", if none of these keys is set.
+    It is ``config`` itself, and "", if none of verl's keys is set.
 
     Raises:
         UserError: the keys contradict others, or the devices do not lie on equal nodes.
     """
     asynchronous, rollout = config.async_training, config.rollout
+    if config.trainer.v1.trainer_mode != "sync":
+        changed = _in_mode(config)
+        became = _difference(config, changed)
+        return changed, f"{V1_SECTION} is read as {became}" if became else ""
     if asynchronous == AsyncTrainingConfig() and rollout == SeparateRolloutConfig():
         return config, ""
     given = config
@@ -56,7 +64,27 @@ def with_separate_devices(config: RunConfig) -> tuple[RunConfig, str]:
     if rollout.nnodes is not None and rollout.n_gpus_per_node is not None:
         config = _with_pools(config, rollout.nnodes, num_generating=rollout.n_gpus_per_node)
     own = {"async_training": AsyncTrainingConfig(), "rollout": SeparateRolloutConfig()}
-    return config.model_copy(update=own), _difference(given, config)
+    became = _difference(given, config)
+    config = config.model_copy(update=own)
+    return config, f"{SEPARATE_SECTIONS} are read as {became}" if became else ""
+
+
+def _in_mode(config: RunConfig) -> RunConfig:
+    """Return a copy that trains as ``trainer.v1.trainer_mode`` says.
+
+    A recorded configuration has the devices and the lag already.
+    """
+    v1, rollout = config.trainer.v1, config.actor_rollout_ref.rollout
+    is_apart = v1.trainer_mode == "separate_async"
+    mode = v1.separate_async if is_apart else v1.colocate_async
+    lag = min(mode.num_warmup_batches, v1.sampler.max_off_policy_threshold - 1)
+    if "generate_ahead_steps" not in config.trainer.model_fields_set:
+        config = _with_trainer(config, {"generate_ahead_steps": float(lag)})
+    config = _with_trainer(config, {"async_pipeline": True})
+    if config.trainer.separated_node_tasks or (is_apart and rollout.nnodes == 0):
+        return config
+    per_node = rollout.n_gpus_per_node or config.trainer.n_gpus_per_node
+    return _with_pools(config, rollout.nnodes if is_apart else 0, num_generating=per_node)
 
 
 def _difference(given: RunConfig, config: RunConfig) -> str:
@@ -68,7 +96,7 @@ def _difference(given: RunConfig, config: RunConfig) -> str:
 
 def _shown(value: Any) -> str:
     if not isinstance(value, tuple):
-        return str(value)
+        return f"{value:g}" if isinstance(value, float) else str(value)
     return f"[{','.join(map(_shown, cast(tuple[Any, ...], value)))}]"
 
 

@@ -257,6 +257,23 @@ _ASYNC_TRAINING: Table = {
     "concurrent_samples_per_replica": (16, "actor_rollout_ref.rollout.max_num_seqs decides"),
     "enable_reward_queue": (False, "rewards are always computed beside generation"),
 }
+_V1: Table = {
+    "sync": ({}, "a synchronous run has no settings of its own"),
+    "separate_async.parameter_sync_step": (
+        4,
+        "weights go to the rollout once a batch, after all mini-batches",
+    ),
+    "separate_async.hybrid_rollout": ({}, _LENT),
+    **_below(
+        "sampler",
+        {
+            "max_off_policy_strategy": ("drop", "no sample is ever later than the threshold"),
+            "sync_refill_failed_groups": (False, "prompts whose samples failed are counted"),
+            "custom_sampler.name": (None, "custom_sampler.path is not built"),
+            "sampler_kwargs": ({}, "custom_sampler.path is not built"),
+        },
+    ),
+}
 _ROLLOUT: Table = {
     "mode": ("async", "one pipeline serves both; the lag is trainer.generate_ahead_steps"),
     "calculate_log_probs": (False, "log-probs of sampled tokens are always returned"),
@@ -316,7 +333,6 @@ _ROLLOUT: Table = {
     "moe_load_balance_metrics_interval": (0, "not built yet: models with experts"),
     "mtp": _only_with("actor_rollout_ref.model.mtp.enable=True"),
     "multi_stage_wake_up": (False, "the native engine shares its weights with the trainer"),
-    "n_gpus_per_node": (8, "trainer.n_gpus_per_node decides"),
     "over_sample_rate": (
         0,
         "no sample is dropped for being slow; an asynchronous run passes it over until it is there",
@@ -436,7 +452,7 @@ RUN_IGNORED: Table = {
     "global_profiler": ({}, _PROFILER),
     "distillation": _only_with("distillation.enabled=True"),
     "skip": _only_with("skip.rollout.enable=True"),
-    "trainer.v1": _only_with("an asynchronous trainer.v1.trainer_mode"),
+    **_below("trainer.v1", _V1),
     **_below("async_training", _ASYNC_TRAINING),
     "transfer_queue": ({}, "micro-batches go straight to the ranks that compute them"),
     **MEGATRON_IGNORED,
@@ -507,6 +523,10 @@ SFT_IGNORED: Table = {
                 "deterministic_async": False,
                 "separated_node_tasks": (),
                 "separated_node_ratios": (),
+                "v1.trainer_mode": "sync",
+                "v1.colocate_async.num_warmup_batches": 1,
+                "v1.separate_async.num_warmup_batches": 1,
+                "v1.sampler.max_off_policy_threshold": 8,
             },
         ),
     ),

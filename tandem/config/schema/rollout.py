@@ -50,6 +50,10 @@ _SCORES = (
     "needs_old_log_probs=True: the policy need not score the batch, as the update is strictly "
     "on-policy or in bypass_mode"
 )
+_APART = (
+    "trainer.v1.trainer_mode=separate_async: trainer.nnodes and trainer.n_gpus_per_node count all "
+    "devices, and trainer.separated_node_ratios gives shares of them"
+)
 _MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
 
@@ -333,6 +337,18 @@ class RolloutConfig(Section):
         default=True,
         description="Keep keys and values for later requests with the same beginning and weights: "
         "those of prompts (vLLM and SGLang), and those of a sample that waits for its next turn.",
+    )
+    nnodes: int = Field(
+        default=0,
+        ge=0,
+        description="Number of nodes that generate beside those of the trainer.",
+        json_schema_extra=read_if(_APART),
+    )
+    n_gpus_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of devices on each of these nodes. null: trainer.n_gpus_per_node.",
+        json_schema_extra=read_if(_APART),
     )
     load_format: str = Field(
         default="dummy",

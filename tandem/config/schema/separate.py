@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``async_training.*`` and ``rollout.*``: what verl's trainers with devices for generation read.
+"""The keys of verl's asynchronous trainers, beside those of all trainers.
 
-These trainers are ``fully_async_main`` and ``one_step_off_policy.main_ppo``. Their sections say the
-same as other keys of tandem, into which ``parse.separate`` turns them.
+``fully_async_main`` and ``one_step_off_policy.main_ppo`` read ``async_training.*`` and
+``rollout.*``, and ``main_ppo`` reads ``trainer.v1.*``. These keys say the same as other keys of
+tandem, into which ``parse.separate`` turns them.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from tandem.config.schema.fields import Section
+from tandem.config.schema.fields import Section, read_if
 
 
 class AsyncTrainingConfig(Section):
@@ -59,4 +62,58 @@ class SeparateRolloutConfig(Section):
         ge=1,
         description="Number of prompts of the whole run: trainer.total_training_steps times "
         "data.train_batch_size.",
+    )
+
+
+class ColocatedConfig(Section):
+    """``trainer.v1.colocate_async.*``."""
+
+    num_warmup_batches: int = Field(
+        default=1,
+        ge=0,
+        description="Number of batches that are generated ahead (trainer.generate_ahead_steps).",
+        json_schema_extra=read_if("trainer.v1.trainer_mode=colocate_async"),
+    )
+
+
+class SeparatedConfig(Section):
+    """``trainer.v1.separate_async.*``."""
+
+    num_warmup_batches: int = Field(
+        default=1,
+        ge=0,
+        description="Number of batches that are generated ahead (trainer.generate_ahead_steps).",
+        json_schema_extra=read_if("trainer.v1.trainer_mode=separate_async"),
+    )
+
+
+class SamplerConfig(Section):
+    """``trainer.v1.sampler.*``."""
+
+    max_off_policy_threshold: int = Field(
+        default=8,
+        ge=1,
+        description="Number of versions of the weights over which a sample may extend: one more "
+        "than the largest lag.",
+        json_schema_extra=read_if("trainer.v1.trainer_mode!=sync"),
+    )
+
+
+class TrainerModeConfig(Section):
+    """``trainer.v1.*``: verl's names of asynchronous training with ``main_ppo``."""
+
+    trainer_mode: Literal["sync", "colocate_async", "separate_async"] = Field(
+        default="sync",
+        description="colocate_async: generation and training take turns on all devices; "
+        "separate_async: actor_rollout_ref.rollout.nnodes nodes generate beside those of the "
+        "trainer; sync: trainer.async_pipeline decides.",
+    )
+    colocate_async: ColocatedConfig = Field(
+        default_factory=ColocatedConfig, description="Keys of colocate_async."
+    )
+    separate_async: SeparatedConfig = Field(
+        default_factory=SeparatedConfig, description="Keys of separate_async."
+    )
+    sampler: SamplerConfig = Field(
+        default_factory=SamplerConfig, description="The choice of samples."
     )

@@ -20,6 +20,7 @@ from tandem.config.schema.fields import (
     Strings,
     read_if,
 )
+from tandem.config.schema.separate import TrainerModeConfig
 
 _MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
@@ -186,6 +187,9 @@ class TrainerConfig(BaseModel):
         default=(),
         description="Share of all devices for each group of separated_node_tasks; the sum is at "
         "most 1.",
+    )
+    v1: TrainerModeConfig = Field(
+        default_factory=TrainerModeConfig, description="verl's keys of asynchronous training."
     )
     balance_batch: bool = Field(
         default=True,

@@ -140,12 +140,6 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
         "logprobs_mode": Unbuilt(
             "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)
         ),
-        "nnodes": Unbuilt(
-            "a number of nodes for generation alone",
-            (0, None),
-            "Set actor_rollout_ref.hybrid_engine=False, which gives half of the devices to "
-            "generation; trainer.separated_node_ratios sets other shares.",
-        ),
         "skip_rollout": _RECORDED,
         "skip.enable": _RECORDED,
         "repetition_penalty": Unbuilt("a penalty for tokens that were drawn before", (1.0, None)),
@@ -172,12 +166,6 @@ UNBUILT_RUN: Mapping[str, Unbuilt] = {
         "a training engine other than FSDP (MindSpeed, TorchTitan, VeOmni)", ("dp", None)
     ),
     **{f"skip.{kind}.enable": _RECORDED for kind in ("rollout", "async_rollout", "rollout_tq")},
-    "trainer.v1.trainer_mode": Unbuilt(
-        "an asynchronous mode of verl's v1 trainer",
-        ("sync", None),
-        "Set trainer.async_pipeline=True trainer.generate_ahead_steps=1 "
-        "actor_rollout_ref.hybrid_engine=False for asynchronous training.",
-    ),
     "trainer.v1.sampler.custom_sampler.path": Unbuilt("a sampler of your own", (None,)),
 }
 UNBUILT_SFT: Mapping[str, Unbuilt] = {

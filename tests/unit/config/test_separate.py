@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.check.rules import check_run
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import LoadedConfig, load_config
+from tandem.config.parse.separate import with_separate_devices
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
@@ -86,8 +88,45 @@ def test_one_step_off_draws_each_batch_with_the_weights_before() -> None:
 
 def test_a_recorded_configuration_means_the_same() -> None:
     config = load(FULLY, *BATCH, PROMPTS).config
-    again = RunConfig.model_validate(config.model_dump())
-    assert again == config
+    recorded = RunConfig.model_validate(config.model_dump())
+    assert with_separate_devices(recorded) == (config, "")
+
+
+MODE = "trainer.v1.trainer_mode"
+V1 = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+
+
+def test_main_ppo_generates_batches_ahead_on_nodes_of_their_own() -> None:
+    keys = (*V1, f"{MODE}=separate_async", "trainer.n_gpus_per_node=4")
+    keys += ("trainer.v1.separate_async.num_warmup_batches=2",)
+    keys += ("trainer.v1.separate_async.parameter_sync_step=4",)
+    loaded = load(*keys, "actor_rollout_ref.rollout.nnodes=1")
+    config = loaded.config
+    assert (config.trainer.async_pipeline, config.trainer.max_lag) == (True, 2)
+    assert [pool.num_devices for pool in place_run(config).pools] == [4, 4]
+    assert list(ignored_keys(loaded)) == ["trainer.v1.separate_async.parameter_sync_step"]
+    check_run(config)
+    recorded = RunConfig.model_validate(config.model_dump())
+    assert with_separate_devices(recorded) == (config, "")
+    threshold = "trainer.v1.sampler.max_off_policy_threshold=2"
+    bounded = load(*keys, threshold, "actor_rollout_ref.rollout.nnodes=1").config
+    assert bounded.trainer.max_lag == 1
+    with pytest.raises(UserError, match=r"rollout\.nnodes=0: trainer\.v1\.trainer_mode=sep"):
+        check_run(load(*keys).config)
+
+
+def test_main_ppo_takes_turns_on_shared_devices() -> None:
+    config = load(*V1, f"{MODE}=colocate_async", "trainer.n_gpus_per_node=4").config
+    assert (config.trainer.async_pipeline, config.trainer.max_lag) == (True, 1)
+    assert [pool.num_devices for pool in place_run(config).pools] == [4]
+    assert not config.actor_rollout_ref.hybrid_engine
+    check_run(config)
+
+
+def test_nodes_for_generation_have_no_effect_in_a_synchronous_run() -> None:
+    loaded = load(*V1, "actor_rollout_ref.rollout.nnodes=0", f"{MODE}=sync")
+    assert list(ignored_keys(loaded)) == ["actor_rollout_ref.rollout.nnodes"]
+    assert not loaded.config.trainer.async_pipeline
 
 
 @pytest.mark.parametrize(
