@@ -25,6 +25,8 @@ HOST_DEVICES = 8
 """Devices of as many are taken for those of one host, where verl's keys leave it open."""
 
 _BATCH = "data.train_batch_size"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+_NONE_APART = "rollout.nnodes=null rollout.n_gpus_per_node=null"
 RESULTS = (
     _BATCH,
     "trainer.total_training_steps",
@@ -32,7 +34,8 @@ RESULTS = (
     "trainer.n_gpus_per_node",
     "trainer.separated_node_tasks",
     "trainer.separated_node_ratios",
-    "algorithm.rollout_correction.bypass_mode",
+    "actor_rollout_ref.hybrid_engine",
+    _BYPASS,
 )
 """The keys that verl's decide."""
 
@@ -53,8 +56,8 @@ def with_separate_devices(config: RunConfig) -> tuple[RunConfig, str]:
     config = _with_correction(config)
     if rollout.total_rollout_steps is not None:
         config = _with_steps(config, rollout.total_rollout_steps)
-    if rollout.nnodes is not None and rollout.n_gpus_per_node is not None:
-        config = _with_pools(config, rollout.nnodes, num_generating=rollout.n_gpus_per_node)
+    if rollout.nnodes is not None or rollout.n_gpus_per_node is not None:
+        config = _with_pools(config)
     own = {"async_training": AsyncTrainingConfig(), "rollout": SeparateRolloutConfig()}
     return config.model_copy(update=own), _difference(given, config)
 
@@ -104,7 +107,16 @@ def _with_correction(config: RunConfig) -> RunConfig:
     if taken is None and computed is None:
         return config
     bypass = taken is not False and computed is not True
-    correction = config.algorithm.rollout_correction.model_copy(update={"bypass_mode": bypass})
+    correction = config.algorithm.rollout_correction
+    if "bypass_mode" in correction.model_fields_set and correction.bypass_mode != bypass:
+        raise UserError(
+            _BYPASS,
+            correction.bypass_mode,
+            rule="async_training.use_rollout_log_probs and compute_prox_log_prob mean that it is "
+            f"{bypass}",
+            remedy="Leave it out, or those of async_training.",
+        )
+    correction = correction.model_copy(update={"bypass_mode": bypass})
     algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
     return config.model_copy(update={"algorithm": algorithm})
 
@@ -124,15 +136,16 @@ def _with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
     )
 
 
-def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> RunConfig:
+def _with_pools(config: RunConfig) -> RunConfig:
     trainer = config.trainer
-    if trainer.separated_node_tasks:
+    num_nodes, num_generating = _generating(config.rollout)
+    if trainer.separated_node_tasks or trainer.separated_node_ratios:
         raise UserError(
             "rollout.nnodes",
             num_nodes,
-            rule="trainer.separated_node_tasks gives the devices that generate, too",
-            remedy="Leave out rollout.nnodes and rollout.n_gpus_per_node, or "
-            "trainer.separated_node_tasks.",
+            rule="trainer.separated_node_tasks and separated_node_ratios give the devices that "
+            "generate, too",
+            remedy=f"Set {_NONE_APART}, or leave out trainer.separated_node_*.",
         )
     trains, generates = trainer.num_devices, num_nodes * num_generating
     nodes, per_node = _hosts(trainer, num_nodes, num_generating=num_generating)
@@ -150,6 +163,23 @@ def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> Ru
     )
     roles = config.actor_rollout_ref.model_copy(update={"hybrid_engine": False})
     return config.model_copy(update={"actor_rollout_ref": roles})
+
+
+def _generating(rollout: SeparateRolloutConfig) -> tuple[int, int]:
+    """Return the number of nodes that generate, and of devices on each that do."""
+    numbers = {"nnodes": rollout.nnodes, "n_gpus_per_node": rollout.n_gpus_per_node}
+    if 0 in numbers.values():
+        return 0, 0
+    for name, other in (("nnodes", "n_gpus_per_node"), ("n_gpus_per_node", "nnodes")):
+        if numbers[other] is None:
+            raise UserError(
+                f"rollout.{name}",
+                numbers[name],
+                rule=f"rollout.{other} is not set, and both give the devices that generate",
+                remedy=f"Set rollout.{other}, or rollout.{name}=null.",
+            )
+    assert rollout.nnodes is not None and rollout.n_gpus_per_node is not None, "both are set"
+    return rollout.nnodes, rollout.n_gpus_per_node
 
 
 def _hosts(trainer: TrainerConfig, num_nodes: int, *, num_generating: int) -> tuple[int, int]:
@@ -171,7 +201,7 @@ def _hosts(trainer: TrainerConfig, num_nodes: int, *, num_generating: int) -> tu
         "rollout.n_gpus_per_node",
         num_generating,
         rule=f"the {total} devices that train or generate do not lie on nodes of {larger}",
-        remedy="Leave out rollout.nnodes and rollout.n_gpus_per_node, count all devices with "
-        "trainer.nnodes and trainer.n_gpus_per_node, and give shares of them with "
-        "trainer.separated_node_tasks and trainer.separated_node_ratios.",
+        remedy=f"Set {_NONE_APART}, count all devices with trainer.nnodes and "
+        "trainer.n_gpus_per_node, and give shares of them with trainer.separated_node_tasks and "
+        "trainer.separated_node_ratios.",
     )
