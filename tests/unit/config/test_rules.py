@@ -55,6 +55,13 @@ def test_defaults_and_dapo_fit() -> None:
             f"{ACTOR}.ppo_mini_batch_size=256: must not exceed data.trai",
         ),
         (
+            [
+                "algorithm.filter_groups={enable:True,max_num_gen_batches:10}",
+                "data.gen_batch_size=1",
+            ],
+            "data.gen_batch_size=1: algorithm.filter_groups.max_num_gen_batches of these do not f",
+        ),
+        (
             ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=64"],
             f"{ACTOR}.ppo_mini_batch_size=64: must divide data.train_batch_size=100",
         ),
