@@ -61,7 +61,7 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
             (", ".join(group), f"{count} device(s)")
             for group, count in zip(advice.groups, suggestion.split.devices, strict=True)
         ),
-        ("generate ahead, steps", str(suggestion.split.lag)),
+        ("generate ahead, steps", f"{suggestion.split.lag:g}"),
         ("step, predicted", format_seconds(suggestion.seconds)),
         (
             "step as configured, predicted",
