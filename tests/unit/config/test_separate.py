@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tandem.config.check.rules import check_run
@@ -98,10 +101,12 @@ def test_one_step_off_draws_each_batch_with_the_weights_before() -> None:
     assert load(ONE_STEP).config.actor_rollout_ref.rollout.partial_rollout is False
 
 
-def test_a_recorded_configuration_means_the_same() -> None:
+@pytest.mark.parametrize("again", [(), (FULLY,)])
+def test_a_recorded_configuration_means_the_same(again: tuple[str, ...], tmp_path: Path) -> None:
     config = load(FULLY, *BATCH, PROMPTS).config
-    again = RunConfig.model_validate(config.model_dump())
-    assert again == config
+    recorded = tmp_path / "recorded.yaml"
+    recorded.write_text(json.dumps(config.model_dump(mode="json")))
+    assert load_config(RunConfig, [*again, str(recorded)]).config == config
 
 
 @pytest.mark.parametrize(
