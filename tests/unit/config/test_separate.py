@@ -101,6 +101,17 @@ def test_one_step_off_draws_each_batch_with_the_weights_before() -> None:
     assert load(ONE_STEP).config.actor_rollout_ref.rollout.partial_rollout is False
 
 
+def test_what_verls_files_set_without_a_meaning_here_is_accepted() -> None:
+    of_roles = (
+        "actor_rollout_ref.actor.use_rollout_log_probs=True",
+        "actor_rollout_ref.rollout.standalone_gpu_memory_utilization=null",
+    )
+    loaded = load(FULLY, *BATCH, PROMPTS, *of_roles, "async_training.reward_queue_size=null")
+    assert "actor_rollout_ref.actor.use_rollout_log_probs" in loaded.unread
+    with pytest.raises(UserError, match="Set gpu_memory_utilization in the same section"):
+        load(FULLY, *BATCH, PROMPTS, of_roles[1].replace("null", "0.7"))
+
+
 @pytest.mark.parametrize("again", [(), (FULLY,)])
 def test_a_recorded_configuration_means_the_same(again: tuple[str, ...], tmp_path: Path) -> None:
     config = load(FULLY, *BATCH, PROMPTS).config
