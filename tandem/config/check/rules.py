@@ -325,7 +325,7 @@ def _sampling_errors(config: RunConfig) -> Iterator[UserError]:
             rule=f"must be at least 2 for {comparing}, which compares the samples of a prompt",
             remedy=f"Set {_ROLLOUT}.n=8.",
         )
-    elif comparing and not rollout.do_sample:
+    elif comparing and not (rollout.do_sample or config.trainer.val_only or config.has_environment):
         yield UserError(
             f"{_ROLLOUT}.do_sample",
             False,

@@ -47,6 +47,12 @@ def test_defaults_and_dapo_fit() -> None:
     assert not list(unbuilt_run(config(MODEL, "trainer.nnodes=2", "trainer.n_gpus_per_node=8")))
 
 
+def test_greedy_samples_may_differ_by_their_environment_and_are_not_drawn_for_validation() -> None:
+    greedy = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.do_sample=False")
+    check_run(config(*greedy, "trainer.val_only=True"))
+    check_run(config(*greedy, f"{ROLLOUT}.agent.agent_loop_config_path=agents.yaml"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
