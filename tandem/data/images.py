@@ -342,7 +342,9 @@ def _require_known_parts(prompt: Any) -> None:
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     listed = [part for content in contents if isinstance(content, list) for part in content]
     for part in listed:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        kind = type(part).__name__
+        if isinstance(part, Mapping):
+            kind = part.get("type") or "text"  # Parquet has null for a field that is left out
         if kind not in ("text", "image") or (kind == "text" and not _is_text(part)):
             rule = f"has a part of type {kind!r} in a message that is neither text nor a picture"
             raise RowFault(rule, "Use parts of type text or image, and a column of the pictures.")
