@@ -404,7 +404,8 @@ def _decoded(url: str) -> bytes:
     """Return the bytes of a data URL. Raise RowFault if they are not written in base64."""
     head, _, text = url.partition(",")
     try:
-        data = base64.b64decode(text, validate=True) if head.endswith(";base64") else b""
+        written = "".join(text.split())  # some programs write lines
+        data = base64.b64decode(written, validate=True) if head.endswith(";base64") else b""
     except ValueError:  # another character
         data = b""
     if not data:

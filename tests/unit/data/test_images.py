@@ -316,7 +316,7 @@ def test_the_forms_of_verls_files_are_the_same_picture(
     """Files of the hub have a mapping with bytes; in some rows, the column is null."""
     path = tmp_path / "picture.png"
     path.write_bytes(png())
-    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    url = f"data:image/png;base64,{base64.encodebytes(png()).decode()}"
     forms = {
         "a list": [{"bytes": png(), "path": "elsewhere.png"}],
         "one picture": {"bytes": None, "path": str(path)},
