@@ -13,6 +13,7 @@ others are generated beside them.
 
 import argparse
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -234,7 +235,7 @@ def memory_keys(options: argparse.Namespace) -> list[str]:
 def steps_ahead(keys: Sequence[str]) -> int:
     """The lag that further keys ask for: so many steps at the end generate nothing new."""
     ahead = value_of(keys, "trainer.generate_ahead_steps")
-    return int(ahead) if ahead and "trainer.async_pipeline=True" in keys else 0
+    return math.ceil(float(ahead)) if ahead and "trainer.async_pipeline=True" in keys else 0
 
 
 def value_of(keys: Sequence[str], name: str) -> str | None:

@@ -11,14 +11,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.cli.plan import OPTIONS, plan_arguments, print_plan, print_rows, take_option
 from tandem.cli.printing import TableConsole
+from tandem.config.parse.names import ALIASES
+from tandem.config.plan.plan import Plan
 from tandem.config.schema.run import RunConfig
 from tandem.planner.advice import SplitAdvice, advise, format_seconds
 from tandem.planner.task_times import TIMES_OPTION, read_times
 
+_NODES, _DEVICES = "rollout.nnodes", "rollout.n_gpus_per_node"
+_THRESHOLD = "async_training.staleness_threshold"
 _LEFT_OUT = "left out: memory, rewards, and the recomputation of caches after a weight update{}."
 _NO_PACE = (
     "; and that decode steps of more sequences take longer, which matters if fewer devices "
@@ -38,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     plan = plan_arguments(words)
     assert isinstance(plan.config, RunConfig), "plan_arguments plans runs"
     times = read_times(paths)
-    advice = advise(plan.config, times)
+    advice = _in_keys_of(plan, advise(plan.config, times))
     if "--json" in arguments:
         print(json.dumps(plan.to_dict() | {"suggestion": advice.to_dict()}, indent=2))
         return 0
@@ -53,6 +58,22 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _in_keys_of(plan: Plan, advice: SplitAdvice) -> SplitAdvice:
+    """Return advice whose keys do not contradict those of the command line or of verl's defaults
+    for trainers with devices for generation.
+    """
+    trainer, overrides = plan.config.trainer, advice.overrides
+    if not {*plan.verl_defaults, *plan.key_effects}.isdisjoint((_NODES, _DEVICES)):
+        own = (
+            f"trainer.nnodes={trainer.nnodes}",
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}",
+        )
+        overrides = (*overrides, *own, f"{_NODES}=null", f"{_DEVICES}=null")
+    if _THRESHOLD in plan.key_effects:
+        overrides = tuple(word.replace(ALIASES[_THRESHOLD], _THRESHOLD) for word in overrides)
+    return replace(advice, overrides=overrides)
+
+
 def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
     suggestion = advice.suggestion
     gain = advice.configured_seconds / suggestion.seconds
@@ -61,7 +82,7 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
             (", ".join(group), f"{count} device(s)")
             for group, count in zip(advice.groups, suggestion.split.devices, strict=True)
         ),
-        ("generate ahead, steps", str(suggestion.split.lag)),
+        ("generate ahead, steps", f"{suggestion.split.lag:g}"),
         ("step, predicted", format_seconds(suggestion.seconds)),
         (
             "step as configured, predicted",

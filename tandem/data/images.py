@@ -342,7 +342,9 @@ def _require_known_parts(prompt: Any) -> None:
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     listed = [part for content in contents if isinstance(content, list) for part in content]
     for part in listed:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        kind = type(part).__name__
+        if isinstance(part, Mapping):
+            kind = part.get("type") or "text"  # Parquet has null for a field that is left out
         if kind not in ("text", "image") or (kind == "text" and not _is_text(part)):
             rule = f"has a part of type {kind!r} in a message that is neither text nor a picture"
             raise RowFault(rule, "Use parts of type text or image, and a column of the pictures.")
@@ -402,7 +404,8 @@ def _decoded(url: str) -> bytes:
     """Return the bytes of a data URL. Raise RowFault if they are not written in base64."""
     head, _, text = url.partition(",")
     try:
-        data = base64.b64decode(text, validate=True) if head.endswith(";base64") else b""
+        written = "".join(text.split())  # some programs write lines
+        data = base64.b64decode(written, validate=True) if head.endswith(";base64") else b""
     except ValueError:  # another character
         data = b""
     if not data:

@@ -238,8 +238,9 @@ def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
                 key,
                 rule=f"{name.replace('_', ' ')} is {value!r} but the checkpoint was made with "
                 f"{saved[name]!r}, and its place in the data holds for that only",
-                remedy="Restore it, or set trainer.resume_mode=disable to start from scratch; then "
-                "the path of the model may be the checkpoint's folder actor, for its weights.",
+                remedy="Set it back. Or set trainer.resume_mode=disable, which starts from "
+                "scratch; for the weights of the checkpoint, also set the path of the model to its "
+                "folder actor.",
             )
 
 

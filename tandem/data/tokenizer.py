@@ -457,7 +457,8 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     parts = [part for part in content if isinstance(part, Mapping)]
-    spoken = [part.get("text") for part in parts if part.get("type", "text") == "text"]
+    # Parquet has null for a type that is left out.
+    spoken = [part.get("text") for part in parts if (part.get("type") or "text") == "text"]
     texts = [text for text in spoken if isinstance(text, str)]
     if len(texts) < len(content):
         raise ValueError("a part of a message is no text, and the model reads text only")

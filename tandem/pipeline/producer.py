@@ -244,14 +244,11 @@ class GroupProducer:
 
     async def _check_dropped(self) -> None:
         config = self._context.config
-        limit = config.algorithm.filter_groups.max_num_gen_batches
         num_dropped = len(self._dropped_uids)
-        size = config.data.gen_batch_size or config.data.train_batch_size
-        num_steps = config.trainer.batches_ahead + 1  # that are generated at the same time
-        if 0 < limit * size * num_steps < num_dropped + config.data.train_batch_size:
+        if 0 < config.most_prompts_generated < num_dropped + config.data.train_batch_size:
             error = UserError(
                 "algorithm.filter_groups.max_num_gen_batches",
-                limit,
+                config.algorithm.filter_groups.max_num_gen_batches,
                 rule=f"{num_dropped} groups of this step had equal or failed rewards and were "
                 "dropped",
                 remedy="Take easier or harder prompts, raise the limit, or set "

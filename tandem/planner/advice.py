@@ -117,7 +117,7 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
             times, others, num_devices=num_devices, is_allowed=_rule(config, others)
         )
         if start is not None and not any(_are_same(others, known) for known in found):
-            start_split = Split(start, config.trainer.max_lag)
+            start_split = Split(start, config.trainer.batches_ahead)
             found[others] = _suggest(config, times, groups=others, start=start_split)
     fastest = min(found, key=lambda groups: found[groups].seconds)
     if found[groups].seconds <= NEARLY * found[fastest].seconds:
@@ -136,11 +136,11 @@ def _suggest(config: RunConfig, times: TaskTimes, *, groups: Groups, start: Spli
     )
 
 
-def _lags(config: RunConfig, groups: Groups) -> list[int]:
+def _lags(config: RunConfig, groups: Groups) -> list[float]:
     shares_devices = any({"generate", "actor-train"} <= {*group} for group in groups)
     if shares_devices and any(time_sharing_errors(config)):
         return [0]
-    return sorted({*_LAGS, config.trainer.max_lag})
+    return sorted({*_LAGS, config.trainer.batches_ahead})
 
 
 def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
@@ -176,7 +176,7 @@ def _advice(
             f"trainer.separated_node_tasks={show_groups(groups)}",
             f"trainer.separated_node_ratios={list(_ratios(split.devices))}".replace(" ", ""),
             f"trainer.async_pipeline={split.lag > 0}",
-            f"trainer.generate_ahead_steps={split.lag}",
+            f"trainer.generate_ahead_steps={split.lag:g}",
             "actor_rollout_ref.hybrid_engine=False",
         ),
     )
@@ -185,7 +185,7 @@ def _advice(
 def configured_seconds(config: RunConfig, times: TaskTimes) -> float:
     """Predict the seconds of a step with the devices as ``config`` places them."""
     pools = place_run(config).used_pools
-    split = Split(tuple(pool.num_devices for pool in pools), config.trainer.max_lag)
+    split = Split(tuple(pool.num_devices for pool in pools), config.trainer.batches_ahead)
     return predict_step(config, times, groups=[pool.tasks for pool in pools], split=split)
 
 
@@ -224,7 +224,7 @@ def _forecast(measured: MeasuredRun) -> list[tuple[str, str]]:
 
 def _start(config: RunConfig, groups: Sequence[tuple[str, ...]]) -> Split:
     """Return the configured devices if ``groups`` are configured; else equal numbers."""
-    num_devices, lag = config.trainer.num_devices, config.trainer.max_lag
+    num_devices, lag = config.trainer.num_devices, config.trainer.batches_ahead
     pools = place_run(config).used_pools
     counts = tuple(pool.num_devices for pool in pools)
     if tuple(pool.tasks for pool in pools) != groups or sum(counts) != num_devices:

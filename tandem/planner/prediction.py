@@ -8,6 +8,7 @@ measured ones and include the longest. Rewards and validations are left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -46,9 +47,10 @@ def predictor(config: RunConfig, times: TaskTimes, *, groups: Groups) -> Callabl
 
 def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: Split) -> float:
     """Return the mean seconds of a training step, without the first and the last ones."""
-    warmup = _NUM_WARMUP_STEPS + split.lag
+    max_lag = math.ceil(split.lag)
+    warmup = _NUM_WARMUP_STEPS + max_lag
     last = warmup + _NUM_STEPS
-    num_steps = last + split.lag
+    num_steps = last + max_lag
     small = simulated_config(
         num_prompts=_NUM_PROMPTS,
         num_samples=_NUM_SAMPLES,

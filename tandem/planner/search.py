@@ -24,10 +24,10 @@ Groups = Sequence[Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The number of devices of each group, and the largest lag."""
+    """The number of devices of each group, and the batches that are generated ahead."""
 
     devices: tuple[int, ...]
-    lag: int
+    lag: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def suggest(
     groups: Groups,
     *,
     start: Split,
-    lags: Sequence[int],
+    lags: Sequence[float],
     is_allowed: Callable[[tuple[int, ...]], bool],
     predict: Callable[[Split], float],
 ) -> Suggestion:
@@ -152,7 +152,7 @@ def _neighbours(devices: tuple[int, ...], stride: int) -> list[tuple[int, ...]]:
 
 
 def _smallest_lag(
-    devices: tuple[int, ...], lags: Sequence[int], *, predictions: Predictions
+    devices: tuple[int, ...], lags: Sequence[float], *, predictions: Predictions
 ) -> Split:
     splits = [Split(devices, lag) for lag in lags]
     limit = NEARLY * min(predictions.seconds(split) for split in splits)

@@ -291,7 +291,7 @@ def _entry(row: int, *, agent: str = "") -> PromptEntry:
 
 
 def simulated_config(
-    *, num_prompts: int, num_samples: int, lag: int, num_steps: int, further: Sequence[str] = ()
+    *, num_prompts: int, num_samples: int, lag: float, num_steps: int, further: Sequence[str] = ()
 ) -> RunConfig:
     """Return a configuration with one optimizer step a batch, no validation and no reference."""
     keys = (

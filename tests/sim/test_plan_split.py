@@ -124,6 +124,24 @@ def test_no_lag_is_suggested_that_a_group_cannot_have(
         assert found["lag"] == 0
 
 
+def test_keys_of_verl_for_devices_that_generate_do_not_contradict_what_is_suggested(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--config-name=fully_async_ppo_trainer",
+        *KEYS,
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=0",
+        "rollout.total_rollout_steps=51200",
+        "async_training.staleness_threshold=0.5",
+    ]
+    found = suggested(capsys, f"--times={table}", *words)
+    improved = plan_arguments([*words, *found["overrides"]])
+    assert isinstance(improved.config, RunConfig)
+    assert improved.config.trainer.num_devices == sum(found["devices"].values()) == 16
+    assert improved.config.trainer.batches_ahead == found["lag"]
+
+
 def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,14 @@ def _batch_errors(config: RunConfig) -> Iterator[UserError]:
             "async_training.trigger_parameter_sync_step.",
         )
         return
+    if config.algorithm.filter_groups.enable and 0 < config.most_prompts_generated < batch:
+        yield UserError(
+            "data.gen_batch_size",
+            config.data.gen_batch_size,
+            rule="algorithm.filter_groups.max_num_gen_batches of these do not fill a batch of "
+            f"{batch}",
+            remedy="Set data.gen_batch_size=null, or leave it out.",
+        )
     yield from _mini_batch_errors(_ACTOR, actor.ppo_mini_batch_size, batch=batch)
     if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         yield from _mini_batch_errors("critic", critic.ppo_mini_batch_size, batch=batch)
@@ -243,7 +251,7 @@ def _sampling_errors(config: RunConfig) -> Iterator[UserError]:
             rule=f"must be at least 2 for {comparing}, which compares the samples of a prompt",
             remedy=f"Set {_ROLLOUT}.n=8.",
         )
-    elif comparing and not rollout.do_sample:
+    elif comparing and not (rollout.do_sample or config.trainer.val_only or config.has_environment):
         yield UserError(
             f"{_ROLLOUT}.do_sample",
             False,

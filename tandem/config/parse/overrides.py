@@ -306,7 +306,8 @@ class _Written:
         if assignment.value is None and is_unset_by_null(name) and not (key and key.accepts_null):
             self._reset(name)
             return
-        if assignment.value == "" and not _is_without_effect(key):
+        is_recorded = assignment.source not in (_COMMAND_LINE, _KEYS) and _is_default(key, "")
+        if assignment.value == "" and not (_is_without_effect(key) or is_recorded):
             raise empty_value(self._schema, name)
         if key is not None and key.is_number and isinstance(assignment.value, bool):
             raise _as_written(not_a_number(key, assignment.value), {name: assignment.name})
@@ -391,6 +392,11 @@ def _require_built(schema: type[BaseModel], tree: Tree, *, spellings: Mapping[st
         is_same = same and same in spellings and _value_at(tree, same) == value
         if not is_same and not _is_idle(schema, tree, key=key):
             raise not_built(key.unbuilt, spelling, value=value, is_below=name != key.name)
+
+
+def _is_default(key: Key | None, value: Any) -> bool:
+    """Return whether a key has a default, as the recorded configuration of a run has it."""
+    return key is not None and key.default == value
 
 
 def _is_idle(schema: type[BaseModel], tree: Tree, *, key: Key) -> bool:

@@ -27,6 +27,8 @@ HOST_DEVICES = 8
 """Devices of as many are taken for those of one host, where verl's keys leave it open."""
 
 _BATCH = "data.train_batch_size"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+_NONE_APART = "rollout.nnodes=null rollout.n_gpus_per_node=null"
 RESULTS = (
     _BATCH,
     "trainer.total_training_steps",
@@ -36,7 +38,8 @@ RESULTS = (
     "trainer.separated_node_ratios",
     "trainer.async_pipeline",
     "trainer.generate_ahead_steps",
-    "algorithm.rollout_correction.bypass_mode",
+    "actor_rollout_ref.hybrid_engine",
+    _BYPASS,
 )
 """The keys that verl's decide."""
 
@@ -61,8 +64,10 @@ def with_separate_devices(config: RunConfig) -> tuple[RunConfig, str]:
     config = _with_correction(config)
     if rollout.total_rollout_steps is not None:
         config = _with_steps(config, rollout.total_rollout_steps)
-    if rollout.nnodes is not None and rollout.n_gpus_per_node is not None:
-        config = _with_pools(config, rollout.nnodes, num_generating=rollout.n_gpus_per_node)
+    if rollout.nnodes is not None or rollout.n_gpus_per_node is not None:
+        num_nodes, num_generating = _generating(rollout)
+        _require_no_shares(config, num_nodes)
+        config = _with_pools(config, num_nodes, num_generating=num_generating)
     own = {"async_training": AsyncTrainingConfig(), "rollout": SeparateRolloutConfig()}
     became = _difference(given, config)
     config = config.model_copy(update=own)
@@ -81,9 +86,11 @@ def _in_mode(config: RunConfig) -> RunConfig:
     if "generate_ahead_steps" not in config.trainer.model_fields_set:
         config = _with_trainer(config, {"generate_ahead_steps": float(lag)})
     config = _with_trainer(config, {"async_pipeline": True})
-    if config.trainer.separated_node_tasks or (is_apart and rollout.nnodes == 0):
+    trainer = config.trainer
+    has_shares = trainer.separated_node_tasks or trainer.separated_node_ratios
+    if has_shares or (is_apart and rollout.nnodes == 0):
         return config
-    per_node = rollout.n_gpus_per_node or config.trainer.n_gpus_per_node
+    per_node = rollout.n_gpus_per_node or trainer.n_gpus_per_node
     return _with_pools(config, rollout.nnodes if is_apart else 0, num_generating=per_node)
 
 
@@ -132,7 +139,16 @@ def _with_correction(config: RunConfig) -> RunConfig:
     if taken is None and computed is None:
         return config
     bypass = taken is not False and computed is not True
-    correction = config.algorithm.rollout_correction.model_copy(update={"bypass_mode": bypass})
+    correction = config.algorithm.rollout_correction
+    if "bypass_mode" in correction.model_fields_set and correction.bypass_mode != bypass:
+        raise UserError(
+            _BYPASS,
+            correction.bypass_mode,
+            rule="async_training.use_rollout_log_probs and compute_prox_log_prob mean that it is "
+            f"{bypass}",
+            remedy="Leave it out, or those of async_training.",
+        )
+    correction = correction.model_copy(update={"bypass_mode": bypass})
     algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
     return config.model_copy(update={"algorithm": algorithm})
 
@@ -152,16 +168,22 @@ def _with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
     )
 
 
-def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> RunConfig:
+def _require_no_shares(config: RunConfig, num_nodes: int) -> None:
+    """Raise UserError if tandem's own keys divide the devices, too."""
     trainer = config.trainer
-    if trainer.separated_node_tasks:
+    if trainer.separated_node_tasks or trainer.separated_node_ratios:
         raise UserError(
             "rollout.nnodes",
             num_nodes,
-            rule="trainer.separated_node_tasks gives the devices that generate, too",
-            remedy="Leave out rollout.nnodes and rollout.n_gpus_per_node, or "
-            "trainer.separated_node_tasks.",
+            rule="trainer.separated_node_tasks and separated_node_ratios give the devices that "
+            "generate, too",
+            remedy=f"Set {_NONE_APART}, or leave out trainer.separated_node_*.",
         )
+
+
+def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> RunConfig:
+    """Return a copy in which so many devices generate, or all of them in turns if that is 0."""
+    trainer = config.trainer
     trains, generates = trainer.num_devices, num_nodes * num_generating
     nodes, per_node = _hosts(trainer, num_nodes, num_generating=num_generating)
     total = nodes * per_node
@@ -180,6 +202,23 @@ def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> Ru
     return config.model_copy(update={"actor_rollout_ref": roles})
 
 
+def _generating(rollout: SeparateRolloutConfig) -> tuple[int, int]:
+    """Return the number of nodes that generate, and of devices on each that do."""
+    numbers = {"nnodes": rollout.nnodes, "n_gpus_per_node": rollout.n_gpus_per_node}
+    if 0 in numbers.values():
+        return 0, 0
+    for name, other in (("nnodes", "n_gpus_per_node"), ("n_gpus_per_node", "nnodes")):
+        if numbers[other] is None:
+            raise UserError(
+                f"rollout.{name}",
+                numbers[name],
+                rule=f"rollout.{other} is not set, and both give the devices that generate",
+                remedy=f"Set rollout.{other}, or rollout.{name}=null.",
+            )
+    assert rollout.nnodes is not None and rollout.n_gpus_per_node is not None, "both are set"
+    return rollout.nnodes, rollout.n_gpus_per_node
+
+
 def _hosts(trainer: TrainerConfig, num_nodes: int, *, num_generating: int) -> tuple[int, int]:
     """Return the number of nodes of the whole run, and of devices on each.
 
@@ -195,11 +234,12 @@ def _hosts(trainer: TrainerConfig, num_nodes: int, *, num_generating: int) -> tu
         return trainer.nnodes, together
     if total % larger == 0:
         return total // larger, larger
+    is_in_mode = trainer.v1.trainer_mode != "sync"
     raise UserError(
-        "rollout.n_gpus_per_node",
+        "actor_rollout_ref.rollout.n_gpus_per_node" if is_in_mode else "rollout.n_gpus_per_node",
         num_generating,
         rule=f"the {total} devices that train or generate do not lie on nodes of {larger}",
-        remedy="Leave out rollout.nnodes and rollout.n_gpus_per_node, count all devices with "
-        "trainer.nnodes and trainer.n_gpus_per_node, and give shares of them with "
-        "trainer.separated_node_tasks and trainer.separated_node_ratios.",
+        remedy=("" if is_in_mode else f"Set {_NONE_APART}. ")
+        + "Count all devices with trainer.nnodes and trainer.n_gpus_per_node, and give shares of "
+        "them with trainer.separated_node_tasks and trainer.separated_node_ratios.",
     )

@@ -240,6 +240,7 @@ _ACTOR: Table = {
     "use_remove_padding": (True, _ALWAYS_PACKED),
     "use_fused_kernels": (False, _FUSED),
     "use_prefix_grouper": (False, "samples of one prompt always share it in training"),
+    "use_rollout_log_probs": (False, "algorithm.rollout_correction.bypass_mode decides"),
     **_all(_PROFILER, {"profiler": {}, "profile": {}}),
 }
 _LENT = "devices that train do not generate beside those that generate"
@@ -255,7 +256,10 @@ _ASYNC_TRAINING: Table = {
         },
     ),
     "concurrent_samples_per_replica": (16, "actor_rollout_ref.rollout.max_num_seqs decides"),
-    "enable_reward_queue": (False, "rewards are always computed beside generation"),
+    **_all(
+        "rewards are always computed beside generation",
+        {"enable_reward_queue": False, "reward_queue_size": None},
+    ),
 }
 _V1: Table = {
     "sync": ({}, "a synchronous run has no settings of its own"),

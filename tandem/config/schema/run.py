@@ -177,6 +177,16 @@ class RunConfig(Section):
         return batch + math.floor(self.trainer.batches_ahead * batch + _ROUNDING)
 
     @property
+    def most_prompts_generated(self) -> float:
+        """The number of prompts that dynamic sampling may generate for a step, 0 for any number:
+        ``max_num_gen_batches`` batches of ``data.gen_batch_size``, for each batch that is generated
+        at the same time.
+        """
+        size = self.data.gen_batch_size or self.data.train_batch_size
+        limit = self.algorithm.filter_groups.max_num_gen_batches
+        return limit * size * (self.trainer.batches_ahead + 1)
+
+    @property
     def optimizer_steps_per_step(self) -> int:
         """``data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs``."""
         actor = self.actor_rollout_ref.actor

@@ -140,6 +140,11 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
         "logprobs_mode": Unbuilt(
             "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)
         ),
+        "standalone_gpu_memory_utilization": Unbuilt(
+            "a share of memory for some of the devices that generate",
+            (None,),
+            "Set gpu_memory_utilization in the same section, which is for all of them.",
+        ),
         "skip_rollout": _RECORDED,
         "skip.enable": _RECORDED,
         "repetition_penalty": Unbuilt("a penalty for tokens that were drawn before", (1.0, None)),

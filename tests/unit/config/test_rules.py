@@ -47,12 +47,25 @@ def test_defaults_and_dapo_fit() -> None:
     assert not list(unbuilt_run(config(MODEL, "trainer.nnodes=2", "trainer.n_gpus_per_node=8")))
 
 
+def test_greedy_samples_may_differ_by_their_environment_and_are_not_drawn_for_validation() -> None:
+    greedy = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.do_sample=False")
+    check_run(config(*greedy, "trainer.val_only=True"))
+    check_run(config(*greedy, f"{ROLLOUT}.agent.agent_loop_config_path=agents.yaml"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=256"],
             f"{ACTOR}.ppo_mini_batch_size=256: must not exceed data.trai",
+        ),
+        (
+            [
+                "algorithm.filter_groups={enable:True,max_num_gen_batches:10}",
+                "data.gen_batch_size=1",
+            ],
+            "data.gen_batch_size=1: algorithm.filter_groups.max_num_gen_batches of these do not f",
         ),
         (
             ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=64"],

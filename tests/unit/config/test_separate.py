@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tandem.config.check.ignored_keys import ignored_keys
@@ -17,6 +20,7 @@ FULLY = "--config-name=fully_async_ppo_trainer"
 ONE_STEP = "--config-name=one_step_off_ppo_trainer"
 MODEL = ("data.train_files=some", "actor_rollout_ref.model.path=model", "trainer.device=cuda")
 BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=32", "async_training.require_batches=4")
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 PROMPTS = "rollout.total_rollout_steps=51200"
 
 
@@ -80,16 +84,42 @@ def test_without_devices_of_their_own_samples_are_generated_in_turns() -> None:
     check_run(config)
 
 
+def test_devices_that_generate_are_given_by_both_keys() -> None:
+    keys = ("rollout.nnodes=null", "rollout.n_gpus_per_node=null", PROMPTS)
+    groups = ("trainer.separated_node_tasks=[[actor-train,logp],[generate]]",)
+    ratios = ("trainer.separated_node_ratios=[0.25,0.75]",)
+    trainer = load(FULLY, *BATCH, *keys, *groups, *ratios).config.trainer
+    assert trainer.separated_node_ratios == (0.25, 0.75)
+    with pytest.raises(UserError, match=r"^rollout\.n_gpus_per_node=2: rollout\.nnodes is not set"):
+        load("rollout.n_gpus_per_node=2")
+    loaded = load("rollout.nnodes=0")
+    assert loaded.config.trainer.separated_node_ratios == (1.0,)
+    assert "actor_rollout_ref.hybrid_engine=False" in loaded.warnings[-1]
+
+
 def test_one_step_off_draws_each_batch_with_the_weights_before() -> None:
     trainer = load(ONE_STEP).config.trainer
     assert (trainer.async_pipeline, trainer.max_lag) == (True, 1)
     assert load(ONE_STEP).config.actor_rollout_ref.rollout.partial_rollout is False
 
 
-def test_a_recorded_configuration_means_the_same() -> None:
+def test_what_verls_files_set_without_a_meaning_here_is_accepted() -> None:
+    of_roles = (
+        "actor_rollout_ref.actor.use_rollout_log_probs=True",
+        "actor_rollout_ref.rollout.standalone_gpu_memory_utilization=null",
+    )
+    loaded = load(FULLY, *BATCH, PROMPTS, *of_roles, "async_training.reward_queue_size=null")
+    assert "actor_rollout_ref.actor.use_rollout_log_probs" in loaded.unread
+    with pytest.raises(UserError, match="Set gpu_memory_utilization in the same section"):
+        load(FULLY, *BATCH, PROMPTS, of_roles[1].replace("null", "0.7"))
+
+
+@pytest.mark.parametrize("again", [(), (FULLY,)])
+def test_a_recorded_configuration_means_the_same(again: tuple[str, ...], tmp_path: Path) -> None:
     config = load(FULLY, *BATCH, PROMPTS).config
-    recorded = RunConfig.model_validate(config.model_dump())
-    assert with_separate_devices(recorded) == (config, "")
+    recorded = tmp_path / "recorded.yaml"
+    recorded.write_text(json.dumps(config.model_dump(mode="json")))
+    assert load_config(RunConfig, [*again, str(recorded)]).config == config
 
 
 MODE = "trainer.v1.trainer_mode"
@@ -166,7 +196,22 @@ def test_older_keys_say_whose_log_probs_are_the_old_ones(
         ),
         (
             ("trainer.separated_node_tasks=[[actor-train,generate]]", PROMPTS),
-            "rollout.nnodes=1: trainer.separated_node_tasks gives the devices that generate, too.",
+            "rollout.nnodes=1: trainer.separated_node_tasks and separated_node_ratios give the "
+            "devices that generate, too. Set rollout.nnodes=null rollout.n_gpus_per_node=null, or",
+        ),
+        (
+            ("trainer.separated_node_ratios=[0.25,0.75]", PROMPTS),
+            "rollout.nnodes=1: trainer.separated_node_tasks and separated_node_ratios give",
+        ),
+        (
+            ("rollout.nnodes=null", PROMPTS),
+            "rollout.n_gpus_per_node=8: rollout.nnodes is not set, and both give the devices that "
+            "generate. Set rollout.nnodes, or rollout.n_gpus_per_node=null.",
+        ),
+        (
+            ("async_training.compute_prox_log_prob=True", f"{BYPASS}=True", PROMPTS),
+            f"{BYPASS}=True: async_training.use_rollout_log_probs and compute_prox_log_prob mean "
+            "that it is False. Leave it out, or those of async_training.",
         ),
         (("rollout.nnodes=-1", PROMPTS), "rollout.nnodes=-1: must be at least 0."),
         (("rollout.n=4", PROMPTS), "rollout.n=4: no such key."),

@@ -98,7 +98,7 @@ def test_a_row_with_pictures_becomes_a_prompt_with_ids_of_its_own(
         row_of(),
         row_of(Image.open(io.BytesIO(png(9, 9)))),
     ]
-    parts = [{"type": "image"}, {"type": "text", "text": "how many?"}]
+    parts = [{"type": "image"}, {"type": None, "text": "how many?"}]
     rows.append({**row_of(png(8, 8)), "prompt": [{"role": "user", "content": parts}]})
     first, text, image, listed = (entry.as_draw(i) for i, entry in enumerate(load(rows, codec)))
     told = "data.train_files: 4 pictures of 3 tokens in the mean, the largest of 9"
@@ -316,7 +316,7 @@ def test_the_forms_of_verls_files_are_the_same_picture(
     """Files of the hub have a mapping with bytes; in some rows, the column is null."""
     path = tmp_path / "picture.png"
     path.write_bytes(png())
-    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    url = f"data:image/png;base64,{base64.encodebytes(png()).decode()}"
     forms = {
         "a list": [{"bytes": png(), "path": "elsewhere.png"}],
         "one picture": {"bytes": None, "path": str(path)},

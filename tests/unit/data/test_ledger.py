@@ -181,7 +181,8 @@ def test_a_draw_that_is_not_open_cannot_be_closed(uids: list[int]) -> None:
 def test_a_state_of_other_data_or_order_is_refused(change: dict[str, Any], key: str) -> None:
     state = saved(Ledger(ORDER, total_epochs=1))
     with pytest.raises(
-        UserError, match=f"^{key}: .*the checkpoint was made with .*folder actor, for its weights"
+        UserError,
+        match=f"^{key}: .*the checkpoint was made with .*the path of the model to its folder actor",
     ):
         Ledger(replace(ORDER, **change), total_epochs=1).restore(state)
 

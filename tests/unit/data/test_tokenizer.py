@@ -47,7 +47,7 @@ def test_absent_fields_that_parquet_filled_in_are_not_seen(codec: TextCodec) -> 
 
 def test_a_list_of_parts_is_the_text_of_its_parts(codec: TextCodec) -> None:
     """Templates of models of text would leave the parts out, or print the list."""
-    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?", "image": None}]
+    parts = [{"type": None, "text": "2+"}, {"type": "text", "text": "3?", "image": None}]
     chats = [[{"role": "user", "content": content}] for content in (parts, "2+3?")]
     listed, plain = codec.render(chats)
     assert listed == plain

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
+from tandem.planner.advice import configured_seconds
 from tandem.planner.prediction import predict_step, quantiles
 from tandem.planner.search import Split, balanced_split, lower_bound_s, suggest
 from tandem.planner.task_times import TaskTimes
@@ -66,6 +68,21 @@ def test_a_step_without_a_lag_waits_for_the_longest_response() -> None:
     assert alone == pytest.approx(8 * 4.5 + 2 + 6 + 1.5 + 0.3, rel=0.01)
     ahead = predict_step(CONFIG, case, groups=GROUPS, split=Split((4, 4, 4), 2))
     assert 8 + 0.3 < ahead < 0.5 * alone
+
+
+def test_half_a_batch_ahead_hides_less_than_a_whole_one() -> None:
+    case = times(6, 6, 2)
+    ahead = ("trainer.async_pipeline=True", "trainer.generate_ahead_steps=0.5")
+    apart = ("trainer.separated_node_tasks=[[actor-train,logp],[ref_logp],[generate]]",)
+    ratios = ("trainer.separated_node_ratios=[0.334,0.334,0.334]", "trainer.n_gpus_per_node=12")
+    config = load_config(RunConfig, [*KEYS, *ahead, *apart, *ratios]).config
+    groups = [pool.tasks for pool in place_run(config).used_pools]
+    none, half, whole = (
+        predict_step(config, case, groups=groups, split=Split((4, 4, 4), lag))
+        for lag in (0, 0.5, 1)
+    )
+    assert whole + 0.5 < half <= none  # responses that begin later take as long
+    assert configured_seconds(config, case) == half
 
 
 def test_weights_that_travel_beside_generation_cost_it_no_time() -> None:
