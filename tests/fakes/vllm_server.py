@@ -49,6 +49,7 @@ class VllmServerDouble:
         hf_config: the config.json that it says to have.
         scales_out, is_developed, is_second: whether it was started with ``--enable-scale-out``,
             with the routes for training, and with vLLM's second model runner.
+        asks_key: the paths that want an API key, by their beginning; "" for none.
         is_half: whether a version of weights has not arrived whole.
         is_started: whether an update was started and not finished.
         dtype: the precision in which it says to compute.
@@ -77,6 +78,7 @@ class VllmServerDouble:
             "speculative_config": None,
         }
         self.version, self.step_s, self.wrong, self.dies_in = "0.32.0", 0.0, "", ""
+        self.asks_key = ""
         self.scales_out = self.is_developed = True
         self.is_second = self.is_half = self.is_started = False
         self.dtype = torch.float32
@@ -137,7 +139,10 @@ class VllmServerDouble:
             if self.is_dead:
                 return
         query = {name: values[0] for name, values in parse_qs(target.query).items()}
-        status, content = self._answer(target.path, body, query)
+        if self.asks_key and target.path.startswith(self.asks_key):
+            status, content = 401, {"error": "Unauthorized"}
+        else:
+            status, content = self._answer(target.path, body, query)
         data = json.dumps(content).encode()
         with suppress(OSError):
             handler.send_response(status)

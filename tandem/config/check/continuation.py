@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,21 @@ def changed_settings(
 
 def _changes(config: RunConfig | SftConfig, earlier: Mapping[str, Any]) -> Iterator[Change]:
     current = json.loads(settings_json(config))
-    for name in keys_of(type(config)).keys() - _KEYS_OF_A_START:
+    names = keys_of(type(config)).keys() - _KEYS_OF_A_START
+    for name in names:
         before, after = _value(earlier, name), _value(current, name)
+        if _is_section(before, after, name=name, keys=names):
+            continue  # its entries are compared themselves
         if not _are_same(before, after) and _MISSING not in (before, after):
             yield Change(name, in_override_grammar(before), in_override_grammar(after))
+
+
+def _is_section(before: Any, after: Any, *, name: str, keys: Collection[str]) -> bool:
+    """Return whether two values are mappings with the same entries, each of which is a key."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return False
+    entries: set[str] = {f"{name}.{entry}" for entry in before}  # pyright: ignore
+    return before.keys() == after.keys() and entries <= set(keys)  # pyright: ignore
 
 
 def _are_same(before: Any, after: Any) -> bool:

@@ -20,7 +20,7 @@ from tandem.api import EngineFailure
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.rollout.attached.messages import WorkerCall, receive_message
 from tandem.rollout.attached.protocol import BACKEND, LOGPROBS_MODE, PROCESSOR, PROTOCOL, SIZES
-from tandem.rollout.attached.server import CALL_S, Server, ServerLost
+from tandem.rollout.attached.server import CALL_S, KeyWanted, Server, ServerLost
 from tandem.rollout.vllm.keys import ALLOW_UNTESTED, SECTION
 
 VERSIONS = ">=0.32,<0.33"
@@ -96,15 +96,17 @@ def check_server(server: Server, wanted: Wanted) -> ServerFacts:
     try:
         version = server.get("/version", timeout_s=ANSWER_S)["version"]
     except (EngineFailure, TypeError, KeyError) as error:
-        raise Misfit("no server of vLLM answers there", "Give the URL of vllm serve.") from error
+        rule, remedy = "no server of vLLM answers there", "Give the URL of vllm serve."
+        raise _misfit_of(error, rule, remedy=remedy) from error
     _require_version(version, wanted)
     try:
         info = server.get("/server_info", timeout_s=_INFO_S, query={"config_format": "json"})
         world = server.get("/get_world_size")
     except EngineFailure as error:
-        raise Misfit(
+        raise _misfit_of(
+            error,
             "its routes for training are off",
-            f"Start vllm serve with VLLM_SERVER_DEV_MODE=1 in its environment. {_PAGE}",
+            remedy=f"Start vllm serve with VLLM_SERVER_DEV_MODE=1 in its environment. {_PAGE}",
         ) from error
     try:
         found = info["vllm_config"]
@@ -156,6 +158,14 @@ def wanted_of(
     """Return what the servers of a run must have."""
     untested = bool(config.engine_kwargs.vllm.get(ALLOW_UNTESTED, False))
     return Wanted(config.max_num_seqs, max_length, hf_config, untested)
+
+
+def _misfit_of(error: Exception, rule: str, *, remedy: str) -> Misfit:
+    """Return what a refused request means: ``rule``, unless the server asks for a key."""
+    if isinstance(error, KeyWanted):
+        rule = "it asks for an API key, and tandem sends none"
+        return Misfit(rule, "Start vllm serve without --api-key (VLLM_API_KEY).")
+    return Misfit(rule, remedy)
 
 
 def _require_version(version: str, wanted: Wanted) -> None:
@@ -269,8 +279,7 @@ def _require_route(server: Server) -> None:
     try:
         server.post("/inference/v1/abort_requests", {"request_ids": []})
     except EngineFailure as error:
-        raise Misfit(
-            "it takes no token ids as prompts", f"Start vllm serve with --enable-scale-out. {_PAGE}"
-        ) from error
+        remedy = f"Start vllm serve with --enable-scale-out. {_PAGE}"
+        raise _misfit_of(error, "it takes no token ids as prompts", remedy=remedy) from error
     except ServerLost as error:
         raise Misfit(f"it cannot abort requests: {error}", _PAGE) from error

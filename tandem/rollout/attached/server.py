@@ -29,6 +29,10 @@ class ServerLost(Exception):
     """A server that does not answer. The message says why, in one line and without the URL."""
 
 
+class KeyWanted(EngineFailure):
+    """A request that was refused because it has no API key."""
+
+
 class Server:
     """A server at a URL."""
 
@@ -132,7 +136,8 @@ class Exchange:
         said = f"{self.path} answered {answer.status}: {_said(content, data)}"
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise ServerLost(said)
-        raise EngineFailure(f"vLLM at {self._url}: {said}")
+        kind = KeyWanted if answer.status == HTTPStatus.UNAUTHORIZED else EngineFailure
+        raise kind(f"vLLM at {self._url}: {said}")
 
     def close(self) -> None:
         """Give the request up. vLLM stops to generate for it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -41,6 +42,10 @@ SLOW_S, SLOW_FACTOR = 8.0, 2
 _AWAKE_S = 1.0
 _EXIT_S = 10.0
 _READ_BYTES = 1 << 20
+_READ_LOG_BYTES = 1 << 16
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception): .+", re.MULTILINE)
+_SHOWN = 300
+"""The number of characters of an error that is shown."""
 _OWN_PATH = ("PYTHONPATH", "PYTHONHOME")
 ENVIRONMENT: Mapping[str, str] = {
     "PYTHONWARNINGS": "ignore",
@@ -265,7 +270,16 @@ class SglangProcess:
             if code < 0
             else f"ended with exit code {code}"
         )
-        return EngineDied(f"SGLang: process {how}{self._see_log()}")
+        return EngineDied(f"SGLang: process {how}{self._last_error()}{self._see_log()}")
+
+    def _last_error(self) -> str:
+        """Return the part of an error that repeats the last one in the log; "" if there is none."""
+        if not self._log.exists():
+            return ""
+        with self._log.open("rb") as log:
+            log.seek(max(0, self._log.stat().st_size - _READ_LOG_BYTES))
+            errors: list[str] = _ERROR.findall(log.read().decode(errors="replace"))
+        return f"; its last error: {errors[-1].strip()[:_SHOWN]}" if errors else ""
 
     def _see_log(self) -> str:
         """Return the part of an error that names the log; "" if nothing was written to it."""

@@ -43,6 +43,15 @@ def test_every_changed_key_is_named_with_both_values() -> None:
     ]
 
 
+def test_a_change_within_a_section_is_named_once() -> None:
+    sglang = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+    earlier = json.loads(settings_json(run_config()))
+    config = run_config(f"{sglang}.python=python")
+    assert [str(change) for change in changed_settings(config, earlier)] == [
+        f"{sglang}: {{}} -> {{python:python}}",
+    ]
+
+
 def test_two_paths_of_one_file_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

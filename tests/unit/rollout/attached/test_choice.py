@@ -79,6 +79,8 @@ def test_servers_that_are_added_or_left_out_change_no_other_share(tmp_path: Path
         (_set("version", "0.26.0"), "it runs vLLM 0.26.0, and >=0.32,<0.33 is supported"),
         (_set("is_developed", False), "its routes for training are off"),
         (_set("scales_out", False), "it takes no token ids as prompts"),
+        (_set("asks_key", "/inference/"), "it asks for an API key, and tandem sends none"),
+        (_set("asks_key", "/"), "it asks for an API key, and tandem sends none"),
         (_set("is_half", True), "its model is half replaced. Start it again."),
         (lambda server: server.info.clear(), "it describes itself in a form that is not known"),
         (_set("is_second", True), "its second model runner does not let tandem draw"),

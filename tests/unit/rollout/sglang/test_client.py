@@ -70,6 +70,21 @@ def test_a_process_that_reads_nothing_is_ended(
     os.close(memory_fd)
 
 
+def test_a_process_that_ends_is_named_with_the_last_error_of_its_log(tmp_path: Path) -> None:
+    """A value that only SGLang refuses, such as a wrong ``attention_backend``."""
+    program = tmp_path / "python"
+    said = r"ValueError: one\n  File x\nValueError: no backend\n\n[12:00] It failed.\n"
+    program.write_text(f"#!/bin/sh\nprintf '{said}'\nkill -9 $$\n")
+    program.chmod(0o755)
+    memory_fd = os.memfd_create("weights")
+    with pytest.raises(EngineDied) as caught:
+        client.SglangProcess(str(program), first={}, memory_fd=memory_fd, on_cpu=True)
+    os.close(memory_fd)
+    message, _, log = str(caught.value).partition("; its output is in ")
+    assert message == "SGLang: process killed by SIGKILL; its last error: ValueError: no backend"
+    Path(log).unlink()
+
+
 def test_a_worker_that_waits_for_sglang_is_not_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
