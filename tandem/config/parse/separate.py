@@ -78,7 +78,17 @@ def _in_mode(config: RunConfig) -> RunConfig:
     """Return a copy that trains as ``trainer.v1.trainer_mode`` says.
 
     A recorded configuration has the devices and the lag already.
+
+    Raises:
+        UserError: ``trainer.async_pipeline=False`` is set.
     """
+    if "async_pipeline" in config.trainer.model_fields_set and not config.trainer.async_pipeline:
+        raise UserError(
+            "trainer.async_pipeline",
+            False,
+            rule=f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} trains asynchronously",
+            remedy="Leave it out, or set trainer.v1.trainer_mode=sync.",
+        )
     v1, rollout = config.trainer.v1, config.actor_rollout_ref.rollout
     is_apart = v1.trainer_mode == "separate_async"
     mode = v1.separate_async if is_apart else v1.colocate_async

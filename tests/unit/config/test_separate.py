@@ -153,6 +153,11 @@ def test_main_ppo_takes_turns_on_shared_devices() -> None:
     check_run(config)
 
 
+def test_a_mode_that_is_asynchronous_contradicts_a_synchronous_pipeline() -> None:
+    with pytest.raises(UserError, match=r"async_pipeline=False: trainer\.v1\.trainer_mode=coloc"):
+        load(*V1, f"{MODE}=colocate_async", "trainer.async_pipeline=False")
+
+
 def test_nodes_for_generation_have_no_effect_in_a_synchronous_run() -> None:
     loaded = load(*V1, "actor_rollout_ref.rollout.nnodes=0", f"{MODE}=sync")
     assert list(ignored_keys(loaded)) == ["actor_rollout_ref.rollout.nnodes"]
