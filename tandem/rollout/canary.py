@@ -93,5 +93,6 @@ def require_equal(
     if not error <= bound:
         raise EngineFailure(
             f"{engine}: version {version} was not loaded as the trainer has it: log-probs of known "
-            f"tokens differ by {error:.1e} on average"
+            f"tokens differ by {error:.1e} on average. Engine arguments that change what is "
+            "computed, such as a cache in fp8, have the same effect"
         )
