@@ -103,7 +103,7 @@ def test_03_nobody_holds_a_reference_that_no_kl_asks_for_though_it_has_a_group(
     rows = metrics_of(run)
     assert list(rows) == [0]
     assert any(name.startswith("val-core/") for name in rows[0])
-    assert " step 0/" in ended.stdout
+    assert " step 0  val " in ended.stdout
     assert not list(run.glob("global_step_*"))
 
 

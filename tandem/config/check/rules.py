@@ -117,9 +117,8 @@ def _batch_errors(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "data.train_batch_size",
             batch,
-            rule="only async_training.* gives the batch in its place",
-            remedy="Set data.train_batch_size to 1 or more, or "
-            "async_training.trigger_parameter_sync_step.",
+            rule="must be at least 1, unless async_training.* gives the batch",
+            remedy="Set data.train_batch_size=1024 (the default).",
         )
         return
     if config.algorithm.filter_groups.enable and 0 < config.most_prompts_generated < batch:

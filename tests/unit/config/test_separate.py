@@ -230,7 +230,7 @@ def test_contradictions_are_one_line(keys: tuple[str, ...], line: str) -> None:
 
 
 def test_no_batch_is_refused_without_verls_keys() -> None:
-    with pytest.raises(UserError, match=r"data\.train_batch_size=0: only async_training"):
+    with pytest.raises(UserError, match=r"data\.train_batch_size=0: must be at least 1"):
         check_run(load("data.train_batch_size=0").config)
 
 
