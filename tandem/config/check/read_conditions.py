@@ -39,6 +39,7 @@ Config = RunConfig | SftConfig
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
+_DIVIDED = "seq-mean-token-sum-norm"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
 _LOSS_KEYS = dict.fromkeys(key for traits in LOSSES.values() for key in traits.reads)
 _ADAPTER_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
@@ -102,6 +103,23 @@ def _aggregates_by_sequence(config: RunConfig) -> bool:
     is_followed = config.uses_critic and critic.loss_agg_mode == actor.loss_agg_mode
     is_sequence_level = actor.policy_loss.traits.is_sequence_level and not _reinforces(config)
     return is_sequence_level and not has_other_terms and not is_followed
+
+
+def _never_shuffles(config: RunConfig) -> bool:
+    """Return whether nothing shuffles by the actor's seed, which a critic may follow."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    is_followed = config.uses_critic and critic.data_loader_seed == actor.data_loader_seed
+    return not actor.shuffle and not (is_followed and critic.shuffle)
+
+
+def _never_divides(config: RunConfig) -> bool:
+    """Return whether nothing divides by the actor's ``loss_scale_factor``, which a critic may
+    follow.
+    """
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    is_followed = config.uses_critic and critic.loss_scale_factor == actor.loss_scale_factor
+    modes = [actor.loss_agg_mode, *([critic.loss_agg_mode] if is_followed else [])]
+    return _DIVIDED not in modes
 
 
 def _reinforces(config: RunConfig) -> bool:
@@ -379,6 +397,16 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         (f"{_ACTOR}.loss_agg_mode",),
         _aggregates_by_sequence,
         "this loss_mode is always aggregated by seq-mean-token-mean",
+    ),
+    Exclusion(
+        (f"{_ACTOR}.data_loader_seed",),
+        _never_shuffles,
+        f"it is read only with {_ACTOR}.shuffle=True",
+    ),
+    Exclusion(
+        (f"{_ACTOR}.loss_scale_factor",),
+        _never_divides,
+        f"it is read only with {_ACTOR}.loss_agg_mode={_DIVIDED}",
     ),
     *_microbatch_exclusions(RUN_MICROBATCHES),
     Exclusion(

@@ -197,7 +197,6 @@ class ActorConfig(Section):
         default=42,
         ge=0,
         description="Seed of actor.shuffle.",
-        json_schema_extra=read_if("shuffle=True"),
     )
     policy_loss: PolicyLossConfig = Field(
         default_factory=PolicyLossConfig, description="The policy loss."
@@ -233,7 +232,6 @@ class ActorConfig(Section):
         default=None,
         gt=0,
         description="Divisor of seq-mean-token-sum-norm. null: data.max_response_length.",
-        json_schema_extra=read_if("loss_agg_mode=seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = Field(default=0.0, description="Weight of the entropy bonus.")
     use_kl_loss: bool = Field(

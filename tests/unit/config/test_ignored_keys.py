@@ -275,6 +275,24 @@ def test_the_aggregation_of_the_actor_has_an_effect_on_a_critic_that_follows_it(
     assert list(reasons(*gspo, critic, "critic.loss_agg_mode=token-mean")) == [mode]
 
 
+@pytest.mark.parametrize(
+    ("key", "switch"),
+    [
+        ("data_loader_seed=7", "shuffle=True"),
+        ("loss_scale_factor=7", "loss_agg_mode=seq-mean-token-sum-norm"),
+    ],
+)
+def test_a_key_of_the_actor_has_an_effect_on_a_critic_that_follows_it(
+    key: str, switch: str
+) -> None:
+    name, gae = f"{ACTOR}.{key.partition('=')[0]}", "algorithm.adv_estimator=gae"
+    own = f"critic.{key.replace('7', '8')}"
+    assert reasons(f"{ACTOR}.{key}") == {name: f"it is read only with {ACTOR}.{switch}"}
+    assert reasons(f"{ACTOR}.{key}", f"{ACTOR}.{switch}") == {}
+    assert reasons(f"{ACTOR}.{key}", gae, f"critic.{switch}") == {}
+    assert list(reasons(f"{ACTOR}.{key}", gae, f"critic.{switch}", own)) == [name]
+
+
 def test_the_aggregation_has_an_effect_on_the_loss_that_reinforce_puts_in_place() -> None:
     correction = "algorithm.rollout_correction"
     reinforce = (f"{correction}.bypass_mode=True", f"{correction}.loss_type=reinforce")
