@@ -23,6 +23,7 @@ from tandem.planner.advice import SplitAdvice, advise, format_seconds
 from tandem.planner.task_times import TIMES_OPTION, read_times
 
 _NODES, _DEVICES = "rollout.nnodes", "rollout.n_gpus_per_node"
+_MODE = "trainer.v1.trainer_mode"
 _THRESHOLD = "async_training.staleness_threshold"
 _LEFT_OUT = "left out: memory, rewards, and the recomputation of caches after a weight update{}."
 _NO_PACE = (
@@ -59,16 +60,21 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _in_keys_of(plan: Plan, advice: SplitAdvice) -> SplitAdvice:
-    """Return advice whose keys do not contradict those of the command line or of verl's defaults
-    for trainers with devices for generation.
+    """Return advice that can be appended to the command line: it takes back the keys of verl that
+    divide the devices or set the lag, and counts all devices.
     """
     trainer, overrides = plan.config.trainer, advice.overrides
+    taken_back: tuple[str, ...] = ()
     if not {*plan.verl_defaults, *plan.key_effects}.isdisjoint((_NODES, _DEVICES)):
+        taken_back = (f"{_NODES}=null", f"{_DEVICES}=null")
+    elif _MODE in plan.key_effects:
+        taken_back = (f"{_MODE}=sync",)
+    if taken_back:
         own = (
             f"trainer.nnodes={trainer.nnodes}",
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}",
         )
-        overrides = (*overrides, *own, f"{_NODES}=null", f"{_DEVICES}=null")
+        overrides = (*overrides, *own, *taken_back)
     if _THRESHOLD in plan.key_effects:
         overrides = tuple(word.replace(ALIASES[_THRESHOLD], _THRESHOLD) for word in overrides)
     return replace(advice, overrides=overrides)

@@ -14,8 +14,9 @@ from typing import Any
 
 from tandem.config.check.async_rules import time_sharing_errors
 from tandem.config.check.device_rules import run_device_errors
-from tandem.config.derived.pools import HALVES, needed_tasks, place_run
+from tandem.config.derived.pools import needed_tasks, place_run
 from tandem.config.parse.shares import show_groups
+from tandem.config.schema.pools import HALVES
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tandem.metrics.number_format import format_number

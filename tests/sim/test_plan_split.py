@@ -142,6 +142,23 @@ def test_keys_of_verl_for_devices_that_generate_do_not_contradict_what_is_sugges
     assert improved.config.trainer.batches_ahead == found["lag"]
 
 
+def test_a_mode_of_verl_does_not_contradict_what_is_suggested(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *KEYS,
+        "trainer.n_gpus_per_node=4",
+        "trainer.v1.trainer_mode=separate_async",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=4",
+    ]
+    found = suggested(capsys, f"--times={table}", *words)
+    improved = plan_arguments([*words, *found["overrides"]])
+    assert isinstance(improved.config, RunConfig)
+    assert improved.config.trainer.num_devices == sum(found["devices"].values()) == 8
+    assert improved.config.trainer.batches_ahead == found["lag"]
+
+
 def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

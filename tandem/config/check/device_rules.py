@@ -21,7 +21,6 @@ from tandem.config.check.platform_rules import platform_errors
 from tandem.config.check.stage_rules import stage_errors
 from tandem.config.derived.pools import (
     CRITIC,
-    HALVES,
     REWARD_MODEL,
     TASKS,
     Placement,
@@ -39,6 +38,7 @@ from tandem.config.parse.shares import ROUNDING, share_devices, show_shares
 from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.megatron import in_words_of_megatron
+from tandem.config.schema.pools import HALVES
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig

@@ -14,6 +14,7 @@ from itertools import accumulate, groupby, pairwise
 
 from tandem.config.parse.shares import share_devices
 from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.pools import HALVES
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -21,8 +22,6 @@ from tandem.config.schema.sft import SftConfig
 TASKS = ("actor-train", "logp", "ref_logp", "generate")
 CRITIC, REWARD_MODEL = "critic", "reward_model"
 """The auxiliary models. They are not tasks: they use the devices of actor-train."""
-HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
-"""The groups of ``hybrid_engine=False`` if no groups are named."""
 
 
 @dataclass(frozen=True, slots=True)

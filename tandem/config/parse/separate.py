@@ -12,9 +12,11 @@ devices that train and those that generate apart, and tandem counts all of them 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
 
+from tandem.config.schema.pools import HALVES
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.separate import AsyncTrainingConfig, SeparateRolloutConfig
 from tandem.config.schema.trainer import TrainerConfig
@@ -22,9 +24,8 @@ from tandem.errors import UserError
 
 SEPARATE_SECTIONS = "async_training.* and rollout.*"
 V1_SECTION = "trainer.v1.*"
-TRAINING_TASKS = ("actor-train", "logp", "ref_logp")
 HOST_DEVICES = 8
-"""Devices of as many are taken for those of one host, where verl's keys leave it open."""
+"""The number of devices of a host, where verl's keys leave it open."""
 
 _BATCH = "data.train_batch_size"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -198,7 +199,7 @@ def _with_pools(config: RunConfig, num_nodes: int, *, num_generating: int) -> Ru
     nodes, per_node = _hosts(trainer, num_nodes, num_generating=num_generating)
     total = nodes * per_node
     shared = generates == 0
-    groups = ((*TRAINING_TASKS, "generate"),) if shared else (TRAINING_TASKS, ("generate",))
+    groups = (tuple(chain.from_iterable(HALVES)),) if shared else HALVES
     config = _with_trainer(
         config,
         {

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tandem.config.schema.fields import SECTION, Section
 
 Transport = Literal["auto", "collective", "flagcx", "staged"]
+HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
+"""The groups of tasks where generation has devices of its own and no groups are named."""
 
 
 class PoolConfig(Section):

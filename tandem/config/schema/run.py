@@ -170,8 +170,8 @@ class RunConfig(Section):
 
     @property
     def most_prompts_begun(self) -> int:
-        """The number of prompts between their admission to generation and the use of weights that
-        were trained on them: ``1 + trainer.batches_ahead`` batches, rounded down.
+        """The largest number of prompts that are generated, or wait until weights that were trained
+        on them are in use: ``1 + trainer.batches_ahead`` batches, rounded down.
         """
         batch = self.data.train_batch_size
         return batch + math.floor(self.trainer.batches_ahead * batch + _ROUNDING)

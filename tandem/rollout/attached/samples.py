@@ -100,7 +100,7 @@ def read_answer(content: Mapping[str, Any], sample: Sample) -> Answer:
         num_prompt_tokens = usage["prompt_tokens"]
         details = usage.get("prompt_tokens_details") or {}
     except (KeyError, TypeError, ValueError) as error:
-        raise ServerLost(f"its answer to {GENERATE} is not one of vLLM ({error!r})") from error
+        raise ServerLost(f"its answer to {GENERATE} is not vLLM's ({error!r})") from error
     if choice["finish_reason"] not in _ENDED or not token_ids:
         raise ServerLost(f"it ended a sample early ({choice['finish_reason']})")
     if num_prompt_tokens != len(sample.prompt_ids) or len(log_probs) != len(token_ids):

@@ -19,6 +19,6 @@ from tandem.rollout.sampler import DrawRule
 def test_an_answer_of_something_else_is_a_lost_server(content: Any, cause: str) -> None:
     """A proxy may answer a page of HTML with status 200, which is no JSON."""
     sample = Sample(0, (1, 2), key=0, rule=DrawRule(1.0, -1, 1.0), eos_ids=(), length=4)
-    with pytest.raises(ServerLost, match="/inference/v1/generate is not one of vLLM") as caught:
+    with pytest.raises(ServerLost, match="/inference/v1/generate is not vLLM's") as caught:
         read_answer(content, sample)
     assert cause in str(caught.value)
